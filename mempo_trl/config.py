@@ -1,0 +1,233 @@
+"""Configuration of [`MemPOTrainer`]."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from .memory_reward import ANSWER_TEMPLATE, FILTERS
+
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+
+
+@dataclass
+class MemPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`MemPOTrainer`].
+
+    It adds to [`~trl.GRPOConfig`] what MemPO (https://huggingface.co/papers/2603.00680) needs; see there for all other
+    parameters.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > - `num_generations`: Defaults to `16` instead of `8`.
+    > - `gradient_accumulation_steps`: Defaults to `2` instead of `1`, so that a group of 16 fills a generation batch.
+    > - `loss_type`: Defaults to `"grpo"` instead of `"dapo"`: one weight per rollout, shared by its tokens.
+    > - `beta`: Defaults to `0.001` instead of `0.0`: KL against the reference.
+    > - `learning_rate` is `1e-6` in both. `max_completion_length` limits one turn, not the rollout.
+
+    Args:
+        > Parameters that control the rollout
+
+        context (`str`, *optional*, defaults to `"memory"`):
+            What a turn sees: `"memory"`, the question and the last turn with its tool response (MemPO), or `"full"`,
+            all turns (ReAct-style, the baseline).
+        max_turns (`int`, *optional*, defaults to `16`):
+            Turns after which a rollout without an answer ends.
+        system_prompt (`str`, *optional*):
+            System prompt instead of the default one: a text, or the path of a text file. `{tools}` in it stands for
+            the JSON schemas of the tools.
+        chat_template_path (`str`, *optional*):
+            Chat template instead of the tokenizer's own: a Jinja file, or `"chatml"`. It is saved with the model.
+        max_tool_response_length (`int`, *optional*):
+            Tokens after which a tool response is cut. `None` keeps it whole.
+        max_prompt_length (`int`, *optional*):
+            Tokens above which the next prompt does not fit and a rollout ends as `"out_of_context"`. `None` takes the
+            model's `max_position_embeddings` minus `max_completion_length`.
+        tool_timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds after which one attempt of a tool call is given up.
+        tool_retries (`int`, *optional*, defaults to `2`):
+            Further attempts after a failed one, with exponential back-off.
+        max_tool_error_rate (`float`, *optional*, defaults to `0.5`):
+            Fraction of finally failed tool calls in a generation batch above which training stops with an error. `1.0`
+            never stops.
+
+        > Parameters that control the memory reward
+
+        memory_advantage_weight (`float`, *optional*, defaults to `1.0`):
+            λ, the weight of the memory advantage on memory tokens. With `0.0` nothing is scored: GRPO over rewritten
+            contexts.
+        memory_prob_threshold (`float`, *optional*, defaults to `0.5`):
+            τ, the probability above which an answer token counts as confident.
+        memory_token_filter (`str`, *optional*, defaults to `"independent"`):
+            Which answer tokens count: `"independent"`, each side's own confident ones (published); `"joint"`, those
+            confident on both sides; `"history"`, those that the baseline context makes confident; `"none"`, all.
+        memory_baseline (`str`, *optional*, defaults to `"history"`):
+            What the memory is compared with: `"history"`, the full history before the turn (the paper), or
+            `"previous"`, the memory of the turn before.
+        memory_answer (`str`, *optional*, defaults to `"joint"`):
+            `"joint"`: one mean over all answer tokens (the paper). `"objectives"`: the probability of each objective,
+            averaged.
+        memory_credit (`str`, *optional*, defaults to `"all"`):
+            `"all"` rollouts get memory rewards, or only `"successful"` ones, those with a positive reward.
+        answer_template (`str`, *optional*):
+            Continuation whose answer is scored, with one `{answer}`. Defaults to that of the published code.
+        memory_scoring_max_tokens (`int`, *optional*, defaults to `16384`):
+            Tokens per forward pass of the memory scoring.
+
+        > Parameters that control the logging
+
+        log_rollouts (`bool`, *optional*, defaults to `True`):
+            Whether to write every rollout as a JSON line under `output_dir/rollouts`.
+        log_rollout_ids (`bool`, *optional*, defaults to `False`):
+            Whether these lines hold token ids and log-probabilities as well.
+    """
+
+    # Parameters whose default values are overridden from GRPOConfig
+    num_generations: int | None = field(
+        default=16,
+        metadata={"help": "Number of rollouts per question. The generation batch must be divisible by this value."},
+    )
+    gradient_accumulation_steps: int = field(
+        default=2,
+        metadata={"help": "Number of micro-batches per optimiser step."},
+    )
+    loss_type: str = field(
+        default="grpo",
+        metadata={"help": "Loss type of GRPOConfig. With 'grpo' each rollout has one weight, shared by its tokens."},
+    )
+    beta: float = field(
+        default=0.001,
+        metadata={"help": "KL coefficient against the reference. With 0.0, the reference is not loaded."},
+    )
+
+    # Parameters that control the rollout
+    context: str = field(
+        default="memory",
+        metadata={
+            "help": "What a turn sees: 'memory' (question and last turn, MemPO) or 'full' (all turns).",
+            "choices": ["memory", "full"],
+        },
+    )
+    max_turns: int = field(default=16, metadata={"help": "Turns after which a rollout without an answer ends."})
+    system_prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "System prompt: a text or the path of a text file; '{tools}' stands for the tools' schemas."
+        },
+    )
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "Chat template instead of the tokenizer's own: a Jinja file, or 'chatml'."},
+    )
+    max_tool_response_length: int | None = field(
+        default=None, metadata={"help": "Tokens after which a tool response is cut. None keeps it whole."}
+    )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens above which the next prompt does not fit and the rollout ends. None takes the model's "
+            "max_position_embeddings minus max_completion_length."
+        },
+    )
+    tool_timeout: float = field(
+        default=60.0, metadata={"help": "Seconds after which one attempt of a tool call is given up."}
+    )
+    tool_retries: int = field(default=2, metadata={"help": "Further attempts after a failed tool call."})
+    max_tool_error_rate: float = field(
+        default=0.5,
+        metadata={
+            "help": "Fraction of finally failed tool calls in a generation batch above which training stops. 1.0 "
+            "never stops."
+        },
+    )
+
+    # Parameters that control the memory reward
+    memory_advantage_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the memory advantage on memory tokens (lambda). 0.0 scores nothing."}
+    )
+    memory_prob_threshold: float = field(
+        default=0.5, metadata={"help": "Probability above which an answer token counts as confident (tau)."}
+    )
+    memory_token_filter: str = field(
+        default="independent",
+        metadata={
+            "help": "Which answer tokens count: 'independent' (published), 'joint', 'history' or 'none'.",
+            "choices": list(FILTERS),
+        },
+    )
+    memory_baseline: str = field(
+        default="history",
+        metadata={
+            "help": "What a memory is compared with: the 'history' (the paper) or the 'previous' memory.",
+            "choices": ["history", "previous"],
+        },
+    )
+    memory_answer: str = field(
+        default="joint",
+        metadata={
+            "help": "Answer probability over all answer tokens ('joint', the paper) or averaged over 'objectives'.",
+            "choices": ["joint", "objectives"],
+        },
+    )
+    memory_credit: str = field(
+        default="all",
+        metadata={
+            "help": "Which rollouts get memory rewards: 'all', or only 'successful' ones (positive reward).",
+            "choices": ["all", "successful"],
+        },
+    )
+    answer_template: str = field(
+        default=ANSWER_TEMPLATE, metadata={"help": "Continuation whose answer is scored, with one '{answer}'."}
+    )
+    memory_scoring_max_tokens: int = field(
+        default=16384, metadata={"help": "Tokens per forward pass of the memory scoring."}
+    )
+
+    # Parameters that control the logging
+    log_rollouts: bool = field(
+        default=True, metadata={"help": "Whether to write every rollout as a JSON line under output_dir/rollouts."}
+    )
+    log_rollout_ids: bool = field(
+        default=False, metadata={"help": "Whether these lines hold token ids and log-probabilities as well."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        _choose("context", self.context, ("memory", "full"))
+        _choose("loss_type", self.loss_type, LOSS_TYPES)
+        _choose("memory_token_filter", self.memory_token_filter, FILTERS)
+        _choose("memory_baseline", self.memory_baseline, ("history", "previous"))
+        _choose("memory_answer", self.memory_answer, ("joint", "objectives"))
+        _choose("memory_credit", self.memory_credit, ("all", "successful"))
+        for name in ("max_turns", "memory_scoring_max_tokens", "max_tool_response_length", "max_prompt_length"):
+            value = self.__dict__[name]
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+        if self.tool_timeout <= 0:
+            raise ValueError(f"`tool_timeout` is {self.tool_timeout}; it must be a positive number of seconds.")
+        if self.tool_retries < 0:
+            raise ValueError(f"`tool_retries` is {self.tool_retries}; it must be 0 or more.")
+        if self.memory_advantage_weight < 0:
+            raise ValueError(
+                f"`memory_advantage_weight` is {self.memory_advantage_weight}; a negative weight would reward bad "
+                "memories. Use 0.0 to switch the memory reward off."
+            )
+        for name in ("memory_prob_threshold", "max_tool_error_rate"):
+            value = self.__dict__[name]
+            if not 0 <= value <= 1:
+                raise ValueError(f"`{name}` is {value}; it must be between 0 and 1.")
+        if self.answer_template.count("{answer}") != 1:
+            raise ValueError(
+                f"`answer_template` is {self.answer_template!r}; it must contain '{{answer}}' exactly once."
+            )
+        if self.max_tool_calling_iterations is not None:
+            raise ValueError(
+                f"`max_tool_calling_iterations` is {self.max_tool_calling_iterations}, which belongs to TRL's own tool "
+                "loop; set `max_turns` instead."
+            )

@@ -1,0 +1,207 @@
+"""Generators: from prompt ids to sampled ids, one request at a time for a rollout, in batches for the model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Generation:
+    """
+    What was sampled for one request.
+
+    Args:
+        ids (`list[int]`):
+            Sampled ids, with the id that ended the turn. May be empty.
+        logps (`list[float]`, *optional*):
+            Log-probability of each id under the sampling policy, where the engine reports it.
+        finish_reason (`str`, *optional*, defaults to `"stop"`):
+            `"stop"`, or `"length"` when the turn was cut by `max_completion_length`.
+    """
+
+    ids: list[int]
+    logps: list[float] | None = None
+    finish_reason: str = "stop"
+
+
+class Generator:
+    """What [`~mempo_trl.rollout.play`] asks for its turns."""
+
+    async def generate(self, prompt_ids: list[int]) -> Generation:
+        """
+        Sample one turn.
+
+        Args:
+            prompt_ids (`list[int]`):
+                Token ids of the whole prompt.
+
+        Returns:
+            [`Generation`]
+        """
+        raise NotImplementedError
+
+
+class ReplayGenerator(Generator):
+    """
+    Gives written turns instead of sampled ones, whatever the prompt: scripted rollouts become training sequences by
+    being played like any other.
+
+    Args:
+        turns (`list[Generation]`):
+            The turns in order.
+    """
+
+    def __init__(self, turns: list[Generation]):
+        self._turns = iter(turns)
+
+    async def generate(self, prompt_ids: list[int]) -> Generation:
+        return next(self._turns)
+
+
+class BatchGenerator(Generator):
+    """
+    Runs the requests of all live rollouts as one batch per turn: a turn barrier.
+
+    It is collective. Each round starts with one reduction over the processes, and every process then calls
+    `generate_batch` once, those without a request with a dummy prompt, until no process has a request left. An
+    exception on one process ends the round on all of them.
+
+    Args:
+        generate_batch (`Callable`):
+            `generate_batch(prompts, idle) -> (ids, logps)`: `list[list[int]]` to sampled ids and their
+            log-probabilities (or `None`), one entry per prompt. `idle` says that all prompts are dummies.
+        max_completion_length (`int`):
+            Length at which the engine cuts a turn, in tokens.
+        eos_token_ids (`list[int]`):
+            Ids that end a turn. A turn of full length that doesn't end in one of them was cut.
+        reduce_max (`Callable`, *optional*):
+            `reduce_max(values) -> values`: element-wise maximum over processes. Defaults to a single process.
+        dummy_prompt (`list[int]`, *optional*):
+            Prompt for a process without a request.
+        equal_counts (`bool`, *optional*, defaults to `False`):
+            Fill up with dummy prompts so that all processes send equally many, as engines that gather prompts demand.
+        on_turn (`Callable`, *optional*):
+            `on_turn(live, total)`, called before each batch, for a progress bar.
+    """
+
+    def __init__(
+        self,
+        generate_batch: Callable[[list[list[int]], bool], tuple[list[list[int]], list[list[float]] | None]],
+        max_completion_length: int,
+        eos_token_ids: list[int],
+        reduce_max: Callable[[list[int]], list[int]] | None = None,
+        dummy_prompt: list[int] | None = None,
+        equal_counts: bool = False,
+        on_turn: Callable[[int, int], None] | None = None,
+    ):
+        self.generate_batch = generate_batch
+        self.max_completion_length = max_completion_length
+        self.eos_token_ids = eos_token_ids
+        self.reduce_max = reduce_max or (lambda values: values)
+        self.dummy_prompt = dummy_prompt or [eos_token_ids[0]]
+        self.equal_counts = equal_counts
+        self.on_turn = on_turn
+        self._requests: list[tuple[list[int], asyncio.Future]] = []
+        self._live = 0
+        self._all_waiting = asyncio.Event()
+
+    async def generate(self, prompt_ids: list[int]) -> Generation:
+        future = asyncio.get_running_loop().create_future()
+        self._requests.append((prompt_ids, future))
+        self._check_barrier()
+        return await future
+
+    def _check_barrier(self) -> None:
+        if len(self._requests) == self._live:
+            self._all_waiting.set()
+
+    async def _track(self, rollout: Awaitable) -> Any:
+        try:
+            return await rollout
+        finally:
+            self._live -= 1
+            self._check_barrier()
+
+    async def run(self, rollouts: list[Coroutine]) -> list[Any]:
+        """
+        Play rollouts that take their turns from this generator.
+
+        Args:
+            rollouts (`list[Coroutine]`):
+                Calls of [`~mempo_trl.rollout.play`], not yet awaited. May be empty on some processes.
+
+        Returns:
+            `list`: Their results, in order.
+
+        Raises:
+            RuntimeError: On every process, if a rollout or the engine raised on another one. Where it was raised, the
+                original error rises.
+        """
+        self._live = len(rollouts)
+        self._all_waiting = asyncio.Event()
+        tasks = [asyncio.ensure_future(self._track(rollout)) for rollout in rollouts]
+        self._check_barrier()
+        try:
+            while True:
+                await self._all_waiting.wait()
+                error = next((task.exception() for task in tasks if task.done() and task.exception()), None)
+                width, failed = self.reduce_max([len(self._requests), int(error is not None)])
+                if error is not None:
+                    raise error
+                if failed:
+                    raise RuntimeError("A rollout failed on another process; its error is in that process's log.")
+                if width == 0:
+                    return [task.result() for task in tasks]
+                if self.on_turn is not None:
+                    self.on_turn(len(self._requests), len(tasks))
+                requests, self._requests = self._requests, []
+                if self._live:
+                    self._all_waiting.clear()
+                self._generate(requests, width if self.equal_counts else max(1, len(requests)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _generate(self, requests: list[tuple[list[int], asyncio.Future]], count: int) -> None:
+        prompts = [prompt_ids for prompt_ids, _ in requests]
+        ids, logps = self.generate_batch(prompts + [self.dummy_prompt] * (count - len(prompts)), not prompts)
+        if len(ids) != count or (logps is not None and len(logps) != count):
+            raise RuntimeError(f"The engine returned {len(ids)} completions for {count} prompts.")
+        for i, (_, future) in enumerate(requests):
+            cut = len(ids[i]) >= self.max_completion_length and ids[i][-1] not in self.eos_token_ids
+            turn_logps = None if logps is None else logps[i]
+            if turn_logps is not None and len(turn_logps) != len(ids[i]):
+                raise RuntimeError(
+                    f"The engine returned {len(turn_logps)} log-probabilities for {len(ids[i])} tokens."
+                )
+            future.set_result(Generation(ids[i], turn_logps, "length" if cut else "stop"))
+
+
+def run_in_event_loop(coroutine: Coroutine) -> Any:
+    """
+    Run a coroutine to its end: in this thread, or in one of its own where an event loop runs already (a notebook).
+
+    Args:
+        coroutine (`Coroutine`):
+            What to run.
+
+    Returns:
+        `Any`: Its result.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> Any:
+        if device is not None:  # the current device belongs to the thread
+            torch.cuda.set_device(device)
+        return asyncio.run(coroutine)
+
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(run).result()

@@ -1,0 +1,180 @@
+"""What a run tells about its rollouts: metrics, and one JSON line per rollout."""
+
+import json
+import os
+from pathlib import Path
+
+from .rollout import Rollout, Turn
+
+
+OUTCOMES = ("answer", "no_action", "truncated", "out_of_turns", "out_of_context")
+"""Outcomes of a rollout. A turn can also be a `tool_call` or a `bad_call`, after which the rollout goes on."""
+
+
+def rollout_statistics(rollouts: list[Rollout]) -> dict[str, tuple[float, int]]:
+    """
+    Statistics of rollouts as sums and counts, so that those of several processes can be added.
+
+    Args:
+        rollouts (`list[Rollout]`):
+            Played rollouts, with memory rewards where they are defined.
+
+    Returns:
+        `dict[str, tuple[float, int]]`: Metric name to sum and count, always with the same names in the same order.
+        The README says what each metric means.
+    """
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    later_turns = [turn for rollout in rollouts for turn in rollout.turns[1:]]
+    rewarded = [turn for turn in turns if turn.memory_reward is not None]
+    with_memory = [turn for turn in turns if turn.memory_span is not None]
+    with_think = [turn for turn in turns if turn.think_span is not None]
+    calls = [turn for turn in turns if turn.outcome == "tool_call" and turn.response is not None]
+    bad_calls = sum(turn.outcome == "bad_call" for turn in turns)
+
+    def total(values) -> float:
+        return float(sum(values))
+
+    statistics = {
+        "memory/reward_mean": (total(turn.memory_reward for turn in rewarded), len(rewarded)),
+        "memory/p_mem": (total(turn.p_mem for turn in rewarded), len(rewarded)),
+        "memory/p_full": (total(turn.p_full for turn in rewarded), len(rewarded)),
+        "memory/kept_frac_mem": (total(turn.kept_frac_mem for turn in rewarded), len(rewarded)),
+        "memory/kept_frac_full": (total(turn.kept_frac_full for turn in rewarded), len(rewarded)),
+        "memory/tokens_mean": (total(len(turn.memory_ids) for turn in with_memory), len(with_memory)),
+        "memory/defined_frac": (len(rewarded), len(later_turns)),
+        "rollout/turns_mean": (len(turns), len(rollouts)),
+        "rollout/searches_mean": (len(calls), len(rollouts)),
+        "rollout/format_ok_frac": (total(rollout.well_formed for rollout in rollouts), len(rollouts)),
+        "rollout/think_tokens_mean": (
+            total(turn.think_span[1] - turn.think_span[0] for turn in with_think),
+            len(with_think),
+        ),
+        "rollout/prompt_tokens_peak": (total(peak_tokens(rollout) for rollout in rollouts), len(rollouts)),
+        "rollout/tokens_total_mean": (total(total_tokens(rollout) for rollout in rollouts), len(rollouts)),
+        "rollout/bad_call_frac": (bad_calls, len(calls) + bad_calls),
+        "rollout/dropped_actions_mean": (total(turn.dropped_actions for turn in turns), len(rollouts)),
+        "rollout/trailing_text_frac": (total(turn.trailing_text for turn in turns), len(turns)),
+        "tool/error_frac": (total(turn.tool_error is not None for turn in calls), len(calls)),
+        "tool/empty_frac": (total(turn.tool_empty for turn in calls), len(calls)),
+        "tool/latency_mean": (total(turn.tool_seconds for turn in calls), len(calls)),
+    }
+    for outcome in OUTCOMES:
+        count = sum(rollout.outcome == outcome for rollout in rollouts)
+        statistics[f"rollout/outcome/{outcome}"] = (count, len(rollouts))
+    return statistics
+
+
+def total_tokens(rollout: Rollout) -> int:
+    """Tokens that a rollout costs: prompt and completion of every turn, system prompt and question included."""
+    return sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns)
+
+
+def peak_tokens(rollout: Rollout) -> int:
+    """Tokens of the longest prompt of a rollout, system prompt and question included."""
+    return max(len(turn.prompt_ids) for turn in rollout.turns)
+
+
+def memory_markers(turn: Turn) -> list[int]:
+    """The published code's `mem_rewards_idx_list`: per token 0, 1 at the first of a memory and 2 at its last."""
+    markers = [0] * len(turn.completion_ids)
+    if turn.memory_span is not None:
+        markers[turn.memory_span[1] - 1] = 2
+        markers[turn.memory_span[0]] = 1
+    return markers
+
+
+def rollout_record(rollout: Rollout, ids: bool = False, **extra) -> dict:
+    """
+    A rollout as a JSON object.
+
+    Args:
+        rollout ([`~mempo_trl.rollout.Rollout`]):
+            A played rollout.
+        ids (`bool`, *optional*, defaults to `False`):
+            Whether token ids and log-probabilities are part of it.
+        extra:
+            Further fields, such as the training step.
+
+    Returns:
+        `dict`: Text, outcome and credit of the rollout and of each turn.
+    """
+    turns = []
+    for turn in rollout.turns:
+        record = {
+            "completion": turn.text,
+            "outcome": turn.outcome,
+            "well_formed": turn.well_formed,
+            "memory": turn.memory,
+            "call": turn.call,
+            "error": turn.error,
+            "response": turn.response,
+            "tool_error": turn.tool_error,
+            "tool_seconds": round(turn.tool_seconds, 4),
+            "prompt_tokens": len(turn.prompt_ids),
+            "completion_tokens": len(turn.completion_ids),
+            "R_M": turn.memory_reward,
+            "P_mem": turn.p_mem,
+            "P_full": turn.p_full,
+            "kept_frac_mem": turn.kept_frac_mem,
+            "kept_frac_full": turn.kept_frac_full,
+            "A_M": turn.memory_advantage,
+            "mem_rewards_idx_list": memory_markers(turn),
+        }
+        if ids:
+            record |= {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logps": turn.logps}
+        turns.append(record)
+    return {
+        **extra,
+        "question": rollout.question,
+        "golden_answers": rollout.golden_answers,
+        "outcome": rollout.outcome,
+        "answer": rollout.answer,
+        "well_formed": rollout.well_formed,
+        "reward": rollout.reward,
+        "A_T": rollout.advantage,
+        "tokens_total": total_tokens(rollout),
+        "tokens_peak": peak_tokens(rollout),
+        "turns": turns,
+    }
+
+
+class RolloutWriter:
+    """
+    Writes rollouts as JSON lines, one file per step and process.
+
+    A file is started anew when a step is played for the first time in this run, so that a resumed run overwrites the
+    steps that it plays again.
+
+    Args:
+        folder (`str` or `Path`):
+            Where the files go.
+        process_index (`int`, *optional*, defaults to `0`):
+            This process.
+    """
+
+    def __init__(self, folder: str | os.PathLike, process_index: int = 0):
+        self.folder = Path(folder)
+        self.process_index = process_index
+        self._started: set[Path] = set()
+
+    def write(self, records: list[dict], mode: str, step: int) -> Path:
+        """
+        Append records to the file of a step.
+
+        Args:
+            records (`list[dict]`):
+                What [`rollout_record`] made.
+            mode (`str`):
+                `"train"` or `"eval"`.
+            step (`int`):
+                Optimiser steps done so far.
+
+        Returns:
+            `Path`: The file.
+        """
+        path = self.folder / f"{mode}-{step:06d}-rank{self.process_index}.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "a" if path in self._started else "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self._started.add(path)
+        return path

@@ -1,0 +1,463 @@
+"""[`MemPOTrainer`]: glue between TRL's hooks and the rollouts, memory rewards and sequences of this package."""
+
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from peft import PeftConfig
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .advantages import standardize_memory_rewards, token_advantages
+from .config import MemPOConfig
+from .data.objectives import check_dataset, golden_answers_of
+from .generation import BatchGenerator, run_in_event_loop
+from .memory_reward import MemoryRewardCallback, RolloutCallback
+from .model_card import append_to_model_card
+from .monitoring import RolloutWriter, rollout_record, rollout_statistics, total_tokens
+from .protocol import Protocol, load_chat_template
+from .rewards import exact_match_reward
+from .rollout import Rollout, play
+from .scoring import RowScorer
+from .sequences import Sequence, build_sequences, kl_per_sequence, loss_weights, pad_sequences, padded_count
+from .tools import Toolbox
+
+
+logger = get_logger(__name__)
+
+
+class MemPOTrainer(GRPOTrainer):
+    """
+    Trainer for Self-Memory Policy Optimization (MemPO, https://huggingface.co/papers/2603.00680).
+
+    It plays multi-turn search rollouts in which every turn writes a memory and sees only the last turn, and trains
+    with GRPO plus a memory advantage on the memory tokens.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from mempo_trl import BM25Retriever, MemPOConfig, MemPOTrainer, SearchTool
+
+    trainer = MemPOTrainer(
+        model="Qwen/Qwen2.5-7B-Instruct",
+        args=MemPOConfig("Qwen2.5-7B-MemPO"),
+        train_dataset=load_dataset("json", data_files="train.jsonl", split="train"),
+        tools=[SearchTool(BM25Retriever.from_corpus("corpus.jsonl"))],
+    )
+    trainer.train()
+    ```
+
+    Args:
+        model (`str` or [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Policy. An adapter that is trained already goes on from where it is; with `beta > 0` it is also the
+            reference.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            Reward functions in TRL's form. They get the dataset's columns, `completions` as messages, `completion_ids`
+            with the sampled ids of all turns, and `rollouts`, each one entry per rollout. Defaults to
+            [`~mempo_trl.rewards.exact_match_reward`].
+        args ([`MemPOConfig`], *optional*):
+            Configuration.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Rows with `question` (`str`) and `golden_answers`: a list of aliases, or a list of such lists for several
+            objectives.
+        eval_dataset (*optional*):
+            The same for evaluation.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tokenizer. Defaults to the model's.
+        reward_processing_classes (*optional*), callbacks (*optional*), optimizers (*optional*), quantization_config (*optional*), peft_config (*optional*):
+            As in [`~trl.GRPOTrainer`]. A callback that is a [`MemoryRewardCallback`] replaces the default one.
+        tools (`list[Callable]`):
+            The tools: typed, documented functions or callables, sync or async.
+
+    Raises:
+        ValueError: If a column, an answer, a template or an option can't be used; the message names it and the remedy.
+    """
+
+    _tag_names = ["trl", "mempo"]
+    _name = "MemPO"
+    _paper = {
+        "title": "MemPO: Self-Memory Policy Optimization for Long-Horizon Agents",
+        "id": "2603.00680",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{li2026mempo,
+                title        = {{MemPO: Self-Memory Policy Optimization for Long-Horizon Agents}},
+                author       = {Ruoran Li and Xinghua Zhang and Haiyang Yu and Shitong Duan and Xiang Li and Wenxin Xiang and Chonghua Liao and Xudong Guo and Yongbin Li and Jinli Suo},
+                year         = 2026,
+                eprint       = {arXiv:2603.00680},
+            }"""),
+    }
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: Any | list[Any] | None = None,
+        args: MemPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: Any = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: list[Callable] | None = None,
+        rollout_func: None = None,
+        environment_factory: None = None,
+    ):
+        model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+        if args is None:
+            args = MemPOConfig(f"{model_id.split('/')[-1]}-MemPO")
+        if not isinstance(args, MemPOConfig):
+            raise TypeError(f"`args` must be a `MemPOConfig`, got `{type(args).__name__}`.")
+        if rollout_func is not None or environment_factory is not None:
+            name = "rollout_func" if rollout_func is not None else "environment_factory"
+            raise ValueError(f"`{name}` is not supported: MemPOTrainer plays its own rollouts. Pass `tools` instead.")
+
+        if processing_class is None:
+            init_kwargs = args.model_init_kwargs or {}
+            processing_class = AutoTokenizer.from_pretrained(
+                model_id,
+                revision=init_kwargs.get("revision"),
+                padding_side="left",
+                trust_remote_code=args.trust_remote_code,
+            )
+        if not isinstance(processing_class, PreTrainedTokenizerBase):
+            raise ValueError(
+                f"`processing_class` is a `{type(processing_class).__name__}`: images are not supported. Pass the "
+                "tokenizer of a text model."
+            )
+        if args.chat_template_path is not None:
+            processing_class.chat_template = load_chat_template(args.chat_template_path)
+        self.toolbox = Toolbox(tools or [], timeout=args.tool_timeout, retries=args.tool_retries)
+        # Before the weights are loaded, so that a template that can't be used is an error at once.
+        self.protocol = Protocol(
+            processing_class,
+            self.toolbox,
+            context=args.context,
+            system_prompt=args.system_prompt,
+            chat_template_kwargs=args.chat_template_kwargs,
+            max_tool_response_length=args.max_tool_response_length,
+        )
+        self._needs_answers = reward_funcs is None or args.memory_advantage_weight > 0
+        for name, dataset in _named_datasets(train_dataset, eval_dataset).items():
+            check_dataset(dataset, name, needs_answers=self._needs_answers)
+
+        super().__init__(
+            model=model,
+            reward_funcs=[exact_match_reward] if reward_funcs is None else reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+
+        # The model may declare more ids that end a turn than the tokenizer does.
+        self.protocol.set_eos_token_ids(self.eos_token_ids)
+        # A cut turn is one turn of a rollout here, and not always the end of a row: the sequences take care of it.
+        self._mask_truncated_rollouts = self.mask_truncated_completions
+        self.mask_truncated_completions = False
+        self._max_prompt_length = args.max_prompt_length
+        max_length = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
+        if args.use_vllm and args.vllm_max_model_length is not None:
+            max_length = args.vllm_max_model_length
+        if self._max_prompt_length is None and max_length is not None:
+            self._max_prompt_length = max_length - self.max_completion_length
+            if self._max_prompt_length < 1:
+                raise ValueError(
+                    f"`max_completion_length` is {self.max_completion_length}, but the model takes {max_length} tokens "
+                    "in all; lower it."
+                )
+        if not any(isinstance(callback, MemoryRewardCallback) for callback in self.callback_handler.callbacks):
+            self.add_callback(MemoryRewardCallback())
+        self._rollout_writer = RolloutWriter(f"{args.output_dir}/rollouts", self.accelerator.process_index)
+        # The generation batch in work: rows, rollouts and the sequences they gave.
+        self._rows: list[dict] = []
+        self._rollouts: list[Rollout] = []
+        self._sequences: list[Sequence] = []
+        self._policy_logps: torch.Tensor | None = None
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = [*self._signature_columns, "question", "golden_answers"]
+
+    # From here on in the order in which a generation batch meets the methods.
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        self._rows = [
+            {
+                **row,
+                "prompt": self.protocol.messages(row["question"]),
+                "golden_answers": golden_answers_of(row, required=self._needs_answers),
+            }
+            for row in inputs
+        ]
+        output = super()._generate_and_score_completions(self._rows)
+        self._spread_advantages(output)
+        self._write_rollouts()
+        self._rows, self._rollouts, self._sequences = [], [], []
+        return output
+
+    def _generate(self, prompts: list) -> tuple:
+        # Returns one entry per sequence for ids, masks and log-probs, but one per rollout for the completions, from
+        # which the parent computes the rewards.
+        mode = "train" if self.model.training else "eval"
+        start = time.perf_counter()
+        rollouts = self._play_rollouts()
+        self._metrics[mode]["time/rollout"].append(time.perf_counter() - start)
+        self._rollouts = rollouts
+        if self.args.memory_advantage_weight > 0:
+            start = time.perf_counter()
+            self._score_memories()
+            self._metrics[mode]["time/memory_scoring"].append(time.perf_counter() - start)
+
+        sequences = [sequence for i, rollout in enumerate(rollouts) for sequence in build_sequences(rollout, i)]
+        if self._mask_truncated_rollouts:
+            for sequence in sequences:
+                if rollouts[sequence.rollout_index].outcome == "truncated":
+                    sequence.loss_mask = [0] * len(sequence.loss_mask)
+        multiple = self.args.steps_per_generation if mode == "train" else 1
+        count = padded_count(self._reduce_max([len(sequences)]), multiple)
+        num_real = len(sequences)
+        self._sequences = sequences = pad_sequences(sequences, count, self.eos_token_ids[0])
+
+        self._log_rollouts(mode, num_real)
+        logps = [sequence.logps for sequence in sequences]
+        return (
+            [sequence.prompt_ids for sequence in sequences],
+            [sequence.completion_ids for sequence in sequences],
+            [sequence.loss_mask for sequence in sequences],
+            [rollout.messages() for rollout in rollouts],
+            logps if num_real and sequences[0].logps is not None else None,
+            {},
+            None,
+            [],
+        )
+
+    def _reduce_max(self, values: list[int]) -> list[int]:
+        gathered = self.accelerator.gather(torch.tensor([values], device=self.accelerator.device))
+        return gathered.amax(dim=0).tolist()
+
+    def _play_rollouts(self) -> list[Rollout]:
+        bar = tqdm(
+            total=len(self._rows),
+            desc="Rollouts",
+            leave=False,
+            disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
+        )
+        turn = 0
+
+        def on_turn(live: int, total: int) -> None:
+            nonlocal turn
+            turn += 1
+            bar.set_postfix(turn=turn, live=live, refresh=False)
+            bar.update(total - live - bar.n)
+            bar.refresh()
+
+        generator = BatchGenerator(
+            self._generate_turns,
+            max_completion_length=self.max_completion_length,
+            eos_token_ids=self.eos_token_ids,
+            reduce_max=self._reduce_max,
+            dummy_prompt=[self.eos_token_ids[0]],
+            equal_counts=self.use_vllm,
+            on_turn=on_turn,
+        )
+        rollouts = [
+            play(
+                row["question"],
+                row["golden_answers"],
+                protocol=self.protocol,
+                generator=generator,
+                call_tool=self.toolbox.call,
+                max_turns=self.args.max_turns,
+                max_prompt_length=self._max_prompt_length,
+            )
+            for row in self._rows
+        ]
+        with bar:
+            return run_in_event_loop(generator.run(rollouts))
+
+    def _generate_turns(self, prompts: list[list[int]], idle: bool) -> tuple[list[list[int]], list | None]:
+        if not idle or self.use_vllm:
+            return self._generate_single_turn(prompts, None, {}, num_generations=1)
+        # This process only keeps the others company, who may gather sharded weights: one token is enough.
+        max_new_tokens = self.generation_config.max_new_tokens
+        self.generation_config.max_new_tokens = 1
+        try:
+            return self._generate_single_turn(prompts, None, {}, num_generations=1)
+        finally:
+            self.generation_config.max_new_tokens = max_new_tokens
+
+    def _score_memories(self) -> None:
+        scorer = RowScorer(
+            self.model,
+            pad_token_id=self._tokenizer.pad_token_id,
+            max_tokens=self.args.memory_scoring_max_tokens,
+            autocast=self.accelerator.autocast,
+            reduce_max=self._reduce_max,
+        )
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, RolloutCallback):
+                callback.on_rollouts_end(
+                    self.args,
+                    self.state,
+                    self.control,
+                    rollouts=self._rollouts,
+                    scorer=scorer,
+                    processing_class=self._tokenizer,
+                )
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # The parent's `completion_ids_list` has an entry per sequence; rewards are per rollout.
+        rows = [{**row, "rollouts": rollout} for row, rollout in zip(inputs, self._rollouts, strict=True)]
+        completion_ids = [rollout.completion_ids for rollout in self._rollouts]
+        rewards_per_func = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        weights = self.reward_weights.to(rewards_per_func.device)
+        start = self.accelerator.process_index * len(rows)
+        for rollout, rewards in zip(self._rollouts, rewards_per_func[start : start + len(rows)], strict=True):
+            if not rewards.isnan().all():
+                rollout.reward = (rewards * weights).nansum().item()
+        return rewards_per_func
+
+    def _spread_advantages(self, output: dict[str, torch.Tensor]) -> None:
+        """Per-rollout advantages to one per token, with the weight of each sequence in the loss."""
+        mode = "train" if self.model.training else "eval"
+        device = output["advantages"].device
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        rewards = torch.full((len(self._rollouts), self.args.max_turns), torch.nan, device=device)  # (R, T)
+        for i, rollout in enumerate(self._rollouts):
+            if self.args.memory_credit == "successful" and not (rollout.reward or 0.0) > 0:
+                continue
+            for t, turn in enumerate(rollout.turns):
+                if turn.memory_reward is not None:
+                    rewards[i, t] = turn.memory_reward
+        memory_advantages = standardize_memory_rewards(
+            self.accelerator.gather(rewards), num_generations, self.scale_rewards
+        )
+        start = self.accelerator.process_index * len(self._rollouts)
+        memory_advantages = memory_advantages[start : start + len(self._rollouts)]
+        for i, rollout in enumerate(self._rollouts):
+            rollout.advantage = output["advantages"][i].item()
+            for t, turn in enumerate(rollout.turns):
+                if turn.memory_reward is not None:
+                    turn.memory_advantage = memory_advantages[i, t].item()
+
+        width = output["completion_ids"].size(1)
+        memory_turns = torch.tensor(
+            [sequence.memory_turns + [-1] * (width - len(sequence.memory_turns)) for sequence in self._sequences],
+            device=device,
+        )  # (S, C)
+        advantages = token_advantages(
+            output["advantages"],
+            memory_advantages,
+            torch.tensor([sequence.rollout_index for sequence in self._sequences], device=device),
+            memory_turns,
+            self.args.memory_advantage_weight,
+        )
+        weights = loss_weights(self._sequences, len(self._rollouts), self.loss_type).to(device)
+        # The policy terms of every loss type are homogeneous in the advantage, so that a weight on it weighs the
+        # sequence. The KL term is not; `_compute_loss` weighs it.
+        output["advantages"] = advantages * weights.unsqueeze(1)  # (S, C)
+        output["loss_weights"] = weights
+
+        defined = memory_advantages[~rewards.isnan()].abs()
+        totals = self.accelerator.gather(torch.stack([defined.sum(), defined.new_tensor(defined.numel())]))
+        total, count = totals.view(-1, 2).sum(dim=0).tolist()
+        self._metrics[mode]["memory/advantage_abs_mean"].append(total / count if count else torch.nan)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._policy_logps = outputs[0]
+        return outputs
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        logps, self._policy_logps = self._policy_logps, None
+        if self.beta != 0.0 and self.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
+            mask = inputs["completion_mask"] * inputs["tool_mask"]
+            kl = kl_per_sequence(
+                logps, inputs["ref_per_token_logps"], mask, self.loss_type, self.max_completion_length
+            )  # (B,)
+            # The parent has counted the KL of each sequence with weight 1.
+            normalizer = self.current_gradient_accumulation_steps if self.model.training else 1.0
+            loss = loss + self.beta * ((inputs["loss_weights"] - 1) * kl).mean() / normalizer
+        return loss
+
+    # What the run tells about itself.
+
+    def _log_rollouts(self, mode: str, num_sequences: int) -> None:
+        metrics, device = self._metrics[mode], self.accelerator.device
+        statistics = rollout_statistics(self._rollouts)
+        statistics["sequences/per_rollout"] = (num_sequences, len(self._rollouts))
+        tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in self._sequences)
+        width = max(len(s.prompt_ids) for s in self._sequences) + max(len(s.completion_ids) for s in self._sequences)
+        statistics["sequences/padding_frac"] = (len(self._sequences) * width - tokens, len(self._sequences) * width)
+        of_processes = gather_object([statistics])
+        sums = {
+            name: tuple(torch.tensor([part[name] for part in of_processes], dtype=torch.float64).sum(0).tolist())
+            for name in statistics
+        }
+        for name, (total, count) in sums.items():
+            metrics[name].append(total / count if count else torch.nan)
+
+        # TRL's own names, per rollout instead of per row.
+        lengths = torch.tensor([len(rollout.completion_ids) for rollout in self._rollouts], device=device)
+        truncated = torch.tensor([rollout.outcome == "truncated" for rollout in self._rollouts], device=device)
+        seen = torch.tensor([sum(total_tokens(rollout) for rollout in self._rollouts)], device=device)
+        lengths, truncated, seen = (self.accelerator.gather(tensor) for tensor in (lengths, truncated, seen))
+        if mode == "train":
+            self.state.num_input_tokens_seen += seen.sum().item()
+        metrics["num_tokens"] = [self.state.num_input_tokens_seen]
+        metrics["completions/clipped_ratio"].append(truncated.float().mean().item())
+        for suffix, values in (("", lengths), ("terminated_", lengths[~truncated])):
+            values = values.float() if len(values) else torch.zeros(1)
+            metrics[f"completions/mean_{suffix}length"].append(values.mean().item())
+            metrics[f"completions/min_{suffix}length"].append(values.min().item())
+            metrics[f"completions/max_{suffix}length"].append(values.max().item())
+
+        errors, calls = sums["tool/error_frac"]
+        if calls and errors / calls > self.args.max_tool_error_rate:
+            causes = [turn.tool_error for rollout in self._rollouts for turn in rollout.turns if turn.tool_error]
+            raise RuntimeError(
+                f"{errors:.0f} of {calls:.0f} tool calls failed for good, which is above `max_tool_error_rate` = "
+                f"{self.args.max_tool_error_rate}. Last cause: {causes[-1] if causes else 'on another process'}. Repair "
+                "the tool and resume from the last checkpoint, or raise `max_tool_error_rate`."
+            )
+
+    def _write_rollouts(self) -> None:
+        if not self.args.log_rollouts:
+            return
+        mode = "train" if self.model.training else "eval"
+        step = self.state.global_step
+        records = [
+            rollout_record(rollout, ids=self.args.log_rollout_ids, step=step, mode=mode) for rollout in self._rollouts
+        ]
+        self._rollout_writer.write(records, mode, step)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            append_to_model_card(f"{self.args.output_dir}/README.md", self.args, self.state.log_history)
+
+
+def _named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
+    datasets = {} if train_dataset is None else {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):
+        datasets |= {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    elif eval_dataset is not None:
+        datasets["eval_dataset"] = eval_dataset
+    return datasets
