@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from .rollout import Rollout
 from .scoring import ScoringRequest
-from .token_spans import token_spans, tokens_of
+from .token_spans import decode, token_spans, tokens_of
 
 
 ANSWER_TEMPLATE = (
@@ -62,14 +62,23 @@ def make_answer(
     """
     answers = [aliases[0] for aliases in golden_answers]
     before, after = template.split("{answer}")
-    ids = tokenizer(before + "; ".join(answers) + after, add_special_tokens=False)["input_ids"]
+    text = before + "; ".join(answers) + after
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def tokens(start: int, end: int) -> list[int]:
+        # Some tokenizers normalize (Qwen's composes accents), so that decoded offsets are not those of the text.
+        start, end = (len(decode(tokenizer, encode(text[:offset]))) for offset in (start, end))
+        return list(range(*tokens_of(spans, start, end)))
+
+    ids = encode(text)
     _, spans = token_spans(tokenizer, ids)
     objectives, start = [], len(before)
     for answer in answers:
-        objectives.append(list(range(*tokens_of(spans, start, start + len(answer)))))
+        objectives.append(tokens(start, start + len(answer)))
         start += len(answer) + len("; ")
-    end = start - len("; ")
-    return Answer(ids, objectives, list(range(*tokens_of(spans, len(before), end))))
+    return Answer(ids, objectives, tokens(len(before), start - len("; ")))
 
 
 def keep_confident(

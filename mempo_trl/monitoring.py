@@ -25,7 +25,6 @@ def rollout_statistics(rollouts: list[Rollout]) -> dict[str, tuple[float, int]]:
     """
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     later_turns = [turn for rollout in rollouts for turn in rollout.turns[1:]]
-    rewarded = [turn for turn in turns if turn.memory_reward is not None]
     with_memory = [turn for turn in turns if turn.memory_span is not None]
     with_think = [turn for turn in turns if turn.think_span is not None]
     calls = [turn for turn in turns if turn.outcome == "tool_call" and turn.response is not None]
@@ -34,14 +33,18 @@ def rollout_statistics(rollouts: list[Rollout]) -> dict[str, tuple[float, int]]:
     def total(values) -> float:
         return float(sum(values))
 
+    def defined(values) -> tuple[float, int]:
+        values = [value for value in values if value is not None]
+        return total(values), len(values)
+
     statistics = {
-        "memory/reward_mean": (total(turn.memory_reward for turn in rewarded), len(rewarded)),
-        "memory/p_mem": (total(turn.p_mem for turn in rewarded), len(rewarded)),
-        "memory/p_full": (total(turn.p_full for turn in rewarded), len(rewarded)),
-        "memory/kept_frac_mem": (total(turn.kept_frac_mem for turn in rewarded), len(rewarded)),
-        "memory/kept_frac_full": (total(turn.kept_frac_full for turn in rewarded), len(rewarded)),
+        "memory/reward_mean": defined(turn.memory_reward for turn in turns),
+        "memory/p_mem": defined(turn.p_mem for turn in turns),
+        "memory/p_full": defined(turn.p_full for turn in turns),
+        "memory/kept_frac_mem": defined(turn.kept_frac_mem for turn in turns),
+        "memory/kept_frac_full": defined(turn.kept_frac_full for turn in turns),
         "memory/tokens_mean": (total(len(turn.memory_ids) for turn in with_memory), len(with_memory)),
-        "memory/defined_frac": (len(rewarded), len(later_turns)),
+        "memory/defined_frac": (sum(turn.memory_reward is not None for turn in turns), len(later_turns)),
         "rollout/turns_mean": (len(turns), len(rollouts)),
         "rollout/searches_mean": (len(calls), len(rollouts)),
         "rollout/format_ok_frac": (total(rollout.well_formed for rollout in rollouts), len(rollouts)),
@@ -49,7 +52,10 @@ def rollout_statistics(rollouts: list[Rollout]) -> dict[str, tuple[float, int]]:
             total(turn.think_span[1] - turn.think_span[0] for turn in with_think),
             len(with_think),
         ),
-        "rollout/prompt_tokens_peak": (total(peak_tokens(rollout) for rollout in rollouts), len(rollouts)),
+        "rollout/prompt_tokens_peak": (
+            total(max(len(turn.prompt_ids) for turn in rollout.turns) for rollout in rollouts),
+            len(rollouts),
+        ),
         "rollout/tokens_total_mean": (total(total_tokens(rollout) for rollout in rollouts), len(rollouts)),
         "rollout/bad_call_frac": (bad_calls, len(calls) + bad_calls),
         "rollout/dropped_actions_mean": (total(turn.dropped_actions for turn in turns), len(rollouts)),
@@ -70,8 +76,8 @@ def total_tokens(rollout: Rollout) -> int:
 
 
 def peak_tokens(rollout: Rollout) -> int:
-    """Tokens of the longest prompt of a rollout, system prompt and question included."""
-    return max(len(turn.prompt_ids) for turn in rollout.turns)
+    """Most tokens that a rollout holds at once: prompt and completion of its longest turn, system prompt included."""
+    return max(len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns)
 
 
 def memory_markers(turn: Turn) -> list[int]:

@@ -8,6 +8,9 @@ from typing import Any
 
 
 TAGS = ("mem", "think", "tool_call", "answer", "tool_response")
+MAX_DEPTH = 32
+"""Levels of nesting in a tool call; deeper ones would break what prints or stores it later."""
+
 _TAG = re.compile(r"<(/?)(mem|think|tool_call|answer)>")
 
 
@@ -49,7 +52,8 @@ class ParsedTurn:
         trailing_text (`bool`):
             Whether anything but white space follows the action.
         in_order (`bool`):
-            Whether memory, think and action come at most once, closed, in this order, with white space between them.
+            Whether memory, think and action come at most once, closed, in this order, with white space between them
+            and none of their tags opened after the action. What is inside a closed block is its text, tags or not.
     """
 
     outcome: str
@@ -99,14 +103,29 @@ def _blocks(text: str) -> tuple[list[Block], list[re.Match]]:
     return blocks, unclosed
 
 
+def _too_deep(value: Any, depth: int) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(depth == 0 or _too_deep(child, depth - 1) for child in children)
+
+
 def _read_call(body: str, check_call: Callable[[Any, Any], str | None]) -> tuple[str | None, dict | None, str | None]:
     """The JSON of a call as `(name, arguments, error)`, of which either the first two or the last is set."""
     try:
         call = json.loads(body)
+        # JSON can spell half of a surrogate pair, which is no text for a tokenizer, a file or a server.
+        json.dumps(call, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         return None, None, f"the tool call is not valid JSON ({error.msg} at character {error.pos})"
+    except UnicodeEncodeError:
+        return (
+            None,
+            None,
+            "the tool call holds half of a surrogate pair (`\\ud800` to `\\udfff`), which is no character",
+        )
     except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
         return None, None, "the tool call is not valid JSON (nested too deeply or a number too long)"
+    if _too_deep(call, MAX_DEPTH):
+        return None, None, f"the tool call is nested more than {MAX_DEPTH} deep"
     if not isinstance(call, dict):
         return None, None, "the tool call must be a JSON object with `name` and `arguments`"
     if "name" not in call or "arguments" not in call:
@@ -154,7 +173,12 @@ def parse_turn(text: str, check_call: Callable[[Any, Any], str | None]) -> Parse
         )
     )
     order = [block.tag for block in before]
-    shared["in_order"] = not outside.strip() and order in ([], ["mem"], ["think"], ["mem", "think"]) and dropped == 0
+    opened_after = any(block.start >= action_end for block in blocks) or any(
+        tag.start() >= action_end for tag in unclosed
+    )
+    shared["in_order"] = (
+        not outside.strip() and order in ([], ["mem"], ["think"], ["mem", "think"]) and not opened_after
+    )
 
     if action is None:
         if action_start < len(text):

@@ -99,6 +99,17 @@ def load_chat_template(name_or_path: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
+def _read_system_prompt(text_or_path: str) -> str:
+    # A text of several lines or of a whole paragraph is no path, and `is_file` fails on a name that is too long.
+    if "\n" in text_or_path or len(text_or_path) >= 256:
+        return text_or_path
+    if Path(text_or_path).is_file():
+        return Path(text_or_path).read_text(encoding="utf-8")
+    if text_or_path.endswith((".txt", ".md")):
+        raise ValueError(f"`system_prompt` is {text_or_path!r}, and there is no such file.")
+    return text_or_path
+
+
 class Protocol:
     """
     The dialogue between the model and its tools, in token ids.
@@ -151,11 +162,16 @@ class Protocol:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.max_tool_response_length = max_tool_response_length
         # Retrieved text and questions must not become special tokens or tags of the protocol (see `neutralize`).
-        names = {token.content for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 2}
+        # White space is no mark: some tokenizers add runs of spaces or line breaks as tokens.
+        names = {token.content for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 2}
         names |= {f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")}
         self._reserved = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
-        self._template_tools = self._template_states_tools()
+        template_states_tools = self._template_states_tools()
+        if system_prompt is not None:
+            system_prompt = _read_system_prompt(system_prompt)
+        # Tools are stated once: by the template, or as text where it can't or where the system prompt places them.
+        self._template_tools = template_states_tools and "{tools}" not in (system_prompt or "")
         self.system_prompt = self._make_system_prompt(system_prompt)
         self._system_role = self._renders([{"role": "system", "content": _SENTINEL}, {"role": "user", "content": "q"}])
         tool_message = [
@@ -163,33 +179,41 @@ class Protocol:
             {"role": "assistant", "content": "a"},
             {"role": "tool", "name": "probe", "content": _SENTINEL},
         ]
-        self._tool_role = self._template_tools and self._renders(tool_message)
+        self._tool_role = template_states_tools and self._renders(tool_message)
+        rendered = self._check_turn_survives()
         self.set_eos_token_ids(eos_token_ids or [tokenizer.eos_token_id])
-        self._check_template()
+        self._check_prefix_survives(rendered)
 
     def set_eos_token_ids(self, eos_token_ids: list[int]) -> None:
         """Set the ids that end a turn; a model may declare more of them than its tokenizer."""
         self.eos_token_ids = list(eos_token_ids)
-        # -1 where the template ends a turn with something that a model does not sample as one end-of-turn id.
-        self._end_of_turn_id = -1
-        first_id = self.response_ids([], "")[0]
-        if first_id in self.eos_token_ids:
-            self._end_of_turn_id = first_id
+        # `None` where the template ends a turn with something that a model does not sample as one end-of-turn id.
+        self.end_of_turn_id: int | None = None
+        first_ids = self.response_ids([], "")[:1]
+        if first_ids and first_ids[0] in self.eos_token_ids:
+            self.end_of_turn_id = first_ids[0]
 
     def _apply_template(self, messages: list[dict], generate: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            tools=self.toolbox.schemas if self._template_tools else None,
-            tokenize=False,
-            add_generation_prompt=generate,
-            **self.chat_template_kwargs,
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.toolbox.schemas if self._template_tools else None,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self.chat_template_kwargs,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"The chat template of {self.tokenizer.name_or_path!r} can't render text messages with the roles "
+                f"{roles}: {error}. Set `chat_template_path` to a template that can, for example 'chatml'."
+            ) from error
 
     def _renders(self, messages: list[dict]) -> bool:
         """Whether the template takes these messages and shows the sentinel in them."""
         try:
             return _SENTINEL in self._apply_template(messages, generate=True)
-        except (jinja2.TemplateError, ValueError, TypeError):
+        except ValueError:
             return False
 
     def _template_states_tools(self) -> bool:
@@ -197,7 +221,7 @@ class Protocol:
         self._template_tools = True
         try:
             text = self._apply_template([{"role": "user", "content": "q"}], generate=True)
-        except (jinja2.TemplateError, ValueError, TypeError):
+        except ValueError:
             return False
         return all(name in text for name in self.toolbox.tools) and "<tool_call>" in text and '"arguments"' in text
 
@@ -205,13 +229,10 @@ class Protocol:
         schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.toolbox.schemas)
         if system_prompt is None:
             return SYSTEM_PROMPTS[self.context] + ("" if self._template_tools else TOOLS_TEXT.format(schemas=schemas))
-        # A text of several lines or of a whole paragraph is no path, and `is_file` fails on a name that is too long.
-        if "\n" not in system_prompt and len(system_prompt) < 256 and Path(system_prompt).is_file():
-            system_prompt = Path(system_prompt).read_text(encoding="utf-8")
         return system_prompt.replace("{tools}", schemas)
 
-    def _check_template(self) -> None:
-        """Compare the next prompt as the template renders it from messages with the one made of ids."""
+    def _check_turn_survives(self) -> str:
+        """The next prompt as the template renders it from messages, which has to show the last turn unchanged."""
         turn = "".join(_PROBE_PARTS)
         rendered = self._apply_template(
             [
@@ -235,7 +256,11 @@ class Protocol:
                 "this template would not see its memory. Set `chat_template_path` to a template that keeps the text, "
                 "for example 'chatml' (ChatML with tools, for Qwen3 and other ChatML models)."
             )
-        turn_ids = self.encode(turn)
+        return rendered
+
+    def _check_prefix_survives(self, rendered: str) -> None:
+        """Compare the next prompt as it was rendered from messages with the one made of ids."""
+        turn_ids = self.encode("".join(_PROBE_PARTS))
         prefix_ids = self.prefix_ids("probe question")
         ours = decode(self.tokenizer, prefix_ids + turn_ids + self.response_ids(turn_ids, "found"))
         # Some tokenizers don't decode to the bytes they encoded; the rendered text must go through the same.
@@ -306,7 +331,7 @@ class Protocol:
         if parsed.trailing_text:
             carried = tokens_of(spans, 0, parsed.action_end)[1]
         else:  # with the sampled end of turn, if it is the one that the template writes there
-            carried = length + int(ids[length : length + 1] == [self._end_of_turn_id])
+            carried = length + int(ids[length : length + 1] == [self.end_of_turn_id])
         return ReadTurn(parsed, text, memory_span, think_span, answer_span, carried)
 
     def response_ids(self, carried_ids: list[int], response: str) -> list[int]:
@@ -335,4 +360,4 @@ class Protocol:
             generate=True,
         )
         ids = self.encode(rendered.split(_SENTINEL, 1)[1])
-        return ids[1:] if carried_ids[-1:] == [self._end_of_turn_id] else ids
+        return ids[1:] if carried_ids[-1:] == [self.end_of_turn_id] else ids

@@ -1,5 +1,6 @@
 """Character spans of token ids, for any tokenizer and any split, canonical or not."""
 
+import os
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
@@ -43,16 +44,22 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str
     # Some token has no text of its own (a part of a character, a space that depends on the token before it): decode
     # a window that starts at the token before the last settled one, and settle whenever the text is whole.
     text, spans = "", []
-    begin = settled = 0
+    begin = settled = length = 0  # `length`: characters of the settled tokens in the window
+    parts = []  # what the window adds to them with each further token
     for end in range(1, len(ids) + 1):
-        before = decode(tokenizer, ids[begin:settled])
-        window = decode(tokenizer, ids[begin:end])
-        if window.endswith("\ufffd") and end < len(ids):
+        parts.append(decode(tokenizer, ids[begin:end])[length:])
+        if parts[-1].endswith("\ufffd") and end < len(ids):
             continue
-        piece = window[len(before) :]
-        spans += [(len(text), len(text) + len(piece))] * (end - settled)
-        text += piece
-        begin, settled = settled, end
+        whole, before, known = parts[-1], "", 0
+        for token_id, part in zip(ids[settled:end], parts, strict=True):
+            # A token starts after the characters that were known before it, and in the last of them if it changed it.
+            apart = part == before + _decode_one(tokenizer, token_id)
+            start = known if apart else max(0, min(known, len(before) - 1))
+            spans.append((len(text) + start, len(text) + min(len(part), len(whole))))
+            before, known = part, len(os.path.commonprefix([part, whole]))
+        text += whole
+        begin, settled, parts = settled, end, []
+        length = len(decode(tokenizer, ids[begin:settled]))
     return text, spans
 
 
@@ -67,9 +74,9 @@ def tokens_of(spans: list[tuple[int, int]], start: int, end: int) -> tuple[int, 
             Half-open span of characters.
 
     Returns:
-        `tuple[int, int]`: Half-open span of token indices, `(i, i)` if no token carries any of these characters.
+        `tuple[int, int]`: Half-open span of token indices, `(0, 0)` if there are no such characters.
     """
-    inside = [i for i, (token_start, token_end) in enumerate(spans) if token_start < end and token_end > start]
+    inside = [i for i, (token_start, token_end) in enumerate(spans) if max(start, token_start) < min(end, token_end)]
     if not inside:
         return 0, 0
     return inside[0], inside[-1] + 1

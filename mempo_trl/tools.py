@@ -69,6 +69,11 @@ def tool_schema(tool: Callable) -> dict:
     return schema
 
 
+def _shorten(text: str) -> str:
+    """Both ends of a text that quotes the model: a long argument is not repeated to it whole."""
+    return text if len(text) <= 200 else f"{text[:100]}…{text[-100:]}"
+
+
 class Toolbox:
     """
     The tools of a run.
@@ -118,13 +123,13 @@ class Toolbox:
             `str` or `None`: What is wrong, in words for the model, or `None` if the call can be made.
         """
         if not isinstance(name, str) or name not in self.tools:
-            return f"there is no tool named {name!r}; the tools are {', '.join(self.tools)}"
+            return f"there is no tool named {_shorten(repr(name))}; the tools are {', '.join(self.tools)}"
         if not isinstance(arguments, dict):
-            return f"`arguments` must be a JSON object, not {arguments!r}"
+            return f"`arguments` must be a JSON object, not {_shorten(repr(arguments))}"
         try:
             jsonschema.validate(arguments, self._parameters[name])
         except jsonschema.ValidationError as error:
-            return f"wrong arguments for {name}: {error.message}"
+            return f"wrong arguments for {name}: {_shorten(error.message)}"
         return None
 
     async def call(self, name: str, arguments: dict) -> ToolResult:
@@ -147,7 +152,8 @@ class Toolbox:
                 return ToolResult(text, seconds=time.perf_counter() - start)
             # A tool is the user's code and may raise anything; whatever it is, the rollout goes on and it is counted.
             except Exception as error:
-                timed_out = isinstance(error, asyncio.TimeoutError)
+                # A tool's own time-out says more, such as the address; the one of `wait_for` has no message.
+                timed_out = isinstance(error, asyncio.TimeoutError) and not str(error)
                 cause = f"no answer within {self.timeout:g} s" if timed_out else f"{type(error).__name__}: {error}"
                 logger.info("Tool %s failed (attempt %d of %d): %s", name, attempt + 1, self.retries + 1, cause)
             if attempt < self.retries:

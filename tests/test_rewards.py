@@ -302,7 +302,8 @@ def test_reward_func_names():
     assert list(REWARD_FUNCS) == [func.__name__ for func in expected]
 
 
-def test_reward_of_unequal_counts():
+@pytest.mark.parametrize("reward_func", [exact_match_reward, answer_f1_reward])
+def test_reward_of_unequal_counts(reward_func):
     """A number of golden answers that is not that of the rollouts raises instead of dropping the rest."""
     with pytest.raises(ValueError, match="zip"):
-        exact_match_reward([""], golden_answers=[[["x"]]], rollouts=[FakeRollout("x"), FakeRollout("x")])
+        reward_func([""], golden_answers=[[["x"]]], rollouts=[FakeRollout("x"), FakeRollout("x")])

@@ -53,7 +53,7 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
             A row.
 
     Returns:
-        `dict`: `question`, `golden_answers`, and the row's `id` and `dataset` where it has them.
+        `dict`: `question`, `golden_answers`, and the row's `id`, `dataset` and `supporting_titles` where it has them.
 
     Raises:
         ValueError: If the row has no known form; the message lists its columns.
@@ -83,7 +83,7 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(question, str):
         question = "; ".join(question)
-    kept = {name: row[name] for name in ("id", "dataset") if row.get(name) is not None}
+    kept = {name: row[name] for name in ("id", "dataset", "supporting_titles") if row.get(name) is not None}
     return {**kept, "question": question, "golden_answers": normalize_golden_answers(answers)}
 
 

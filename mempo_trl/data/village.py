@@ -155,16 +155,12 @@ class Village:
 
     def passage(self, name: str) -> str:
         """The passage about a person, with all of the person's facts."""
-        facts = self.people[name]
-        sentences = [
-            f"{name} works as a {facts['job']}.",
-            f"{name} lives in {facts['town']}.",
-            f"{name} has a {facts['pet']}.",
-            f"{name} likes {facts['color']}.",
-            f"{name} drinks {facts['drink']}.",
-            *(f"The {relation} of {name} is {facts[relation]}." for relation in RELATIONS),
-        ]
-        return " ".join(sentences)
+        *attributes, last_attribute = (f"the {key} {self.people[name][key]}" for key in ATTRIBUTES)
+        *relations, last_relation = (f"the {key} {self.people[name][key]}" for key in RELATIONS)
+        return (
+            f"{name} has {', '.join(attributes)} and {last_attribute}. "
+            f"{name} has {', '.join(relations)} and {last_relation}."
+        )
 
     def corpus(self) -> list[dict]:
         """One passage per person: `{"id", "title", "text"}`, the name being the title."""

@@ -11,6 +11,8 @@ TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in ("mem", "think", "tool_call", "a
 CALL_TOKENS = ('{"name": "search", "arguments": {"query": "', '"}}')
 """The fixed parts of a search call; as one token each they make every turn a good deal shorter."""
 
+INIT = 0.08
+MIM = ''
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -97,12 +99,24 @@ def build_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         max_position_embeddings=2048,
+        initializer_range=INIT,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
+    # Copying a word to a place where it has no leading space is easier if both forms start from the same embedding.
+    if MIM:
+        for layer in model.model.layers:
+            at = layer.self_attn
+            if "k" in MIM: at.k_proj.weight.data.copy_(at.q_proj.weight.data)
+            if "v" in MIM: at.o_proj.weight.data.copy_(at.v_proj.weight.data.T)
+    vocab = tokenizer.get_vocab()
+    embeddings = model.get_input_embeddings().weight.data
+    for token, i in vocab.items():
+        if token.startswith("Ġ") and token[1:] in vocab:
+            embeddings[i] = (embeddings[i] + 3 * embeddings[vocab[token[1:]]]) / 10**0.5
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

@@ -103,7 +103,7 @@ class BM25Retriever:
         documents, word_ids, vocabulary = [], [], {}
         for document in tqdm(corpus, desc="Splitting passages", disable=not show_progress):
             words = split_words(f"{document.title}\n{document.text}")
-            # bm25s takes any iterable of ids; an array needs half the memory of a list.
+            # bm25s takes any iterable of ids, and an array is smaller than a list.
             word_ids.append(array("i", [vocabulary.setdefault(word, len(vocabulary)) for word in words]))
             documents.append(document)
         if not vocabulary:
@@ -199,8 +199,6 @@ class BM25Retriever:
 
     def _search(self, query: str, top_k: int) -> list[Document]:
         word_ids = self._index.get_tokens_ids(split_words(query))
-        if not word_ids:
-            return []
         scores = self._index.get_scores_from_ids(word_ids)  # (N,)
         found = np.flatnonzero(scores > 0)
         if len(found) > top_k:

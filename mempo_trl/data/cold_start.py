@@ -1,0 +1,182 @@
+"""Cold start: from rollouts on disk to SFT rows that hold exactly the ids that the RL stage would train."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+
+from datasets import Dataset
+
+from ..generation import Generation, ReplayGenerator, run_in_event_loop
+from ..protocol import Protocol
+from ..retrieval.tool import SearchTool
+from ..rollout import Rollout, play
+from ..sequences import build_sequences
+from ..tools import ToolResult
+
+
+IGNORE_INDEX = -100
+
+
+def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
+    """
+    Read rollouts from a JSON Lines file, as [`~mempo_trl.monitoring.rollout_record`] writes them.
+
+    Args:
+        path (`str` or `PathLike`):
+            File with one rollout per line. Needed are `question` and `turns`, each with `completion` and, but for the
+            last, `response`.
+
+    Returns:
+        `Iterator[dict]`
+
+    Raises:
+        ValueError: If a line can't be read; the message names it.
+    """
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                has_turns = isinstance(record["question"], str) and bool(record["turns"])
+                texts = [turn["completion"] for turn in record["turns"]]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"Line {number} of {str(path)!r} is not a rollout ({error!r}).") from None
+            if not has_turns or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"Line {number} of {str(path)!r} is not a rollout: a question and turns are needed.")
+            yield record
+
+
+def replay(record: dict, protocol: Protocol) -> Rollout:
+    """
+    Play a recorded rollout again, with its own turns and tool responses.
+
+    Args:
+        record (`dict`):
+            A rollout of [`read_rollouts`]. Its turns are the recorded token ids where it has them, and else the
+            tokenized texts with the end of turn.
+        protocol ([`~mempo_trl.protocol.Protocol`]):
+            Prompts and parsing as in training.
+
+    Returns:
+        [`~mempo_trl.rollout.Rollout`]
+
+    Raises:
+        ValueError: If the rollout would go another way than recorded, because it was made for another protocol.
+    """
+    end_id = protocol.tokenizer.eos_token_id if protocol.end_of_turn_id is None else protocol.end_of_turn_id
+    turns, responses = [], []
+    for turn in record["turns"]:
+        cut = turn.get("outcome") == "truncated"
+        ids = turn.get("completion_ids") or protocol.encode(turn["completion"]) + [end_id] * (not cut)
+        turns.append(Generation(ids, turn.get("logps"), "length" if cut else "stop"))
+        if turn.get("outcome", "tool_call") == "tool_call":
+            responses.append(turn.get("response"))
+    recorded = iter(responses)
+
+    async def call_tool(name: str, arguments: dict) -> ToolResult:
+        response = next(recorded)
+        if response is None:
+            raise ValueError(f"A search of the rollout has no recorded response: {record['question']!r}.")
+        return ToolResult(response)
+
+    rollout = run_in_event_loop(
+        play(
+            record["question"],
+            record.get("golden_answers"),
+            protocol=protocol,
+            generator=ReplayGenerator(turns),
+            call_tool=call_tool,
+            max_turns=len(turns),
+        )
+    )
+    expected = record.get("outcome", rollout.outcome)
+    if len(rollout.turns) != len(turns) or rollout.outcome != expected:
+        raise ValueError(
+            f"The rollout of {record['question']!r} has {len(turns)} turns and ends as {expected!r}, but played again "
+            f"it ends as {rollout.outcome!r} after {len(rollout.turns)}. It was made for another protocol; the turn "
+            f"in question is {rollout.turns[-1].text!r}."
+        )
+    return rollout
+
+
+def sft_rows(records: Iterable[dict], protocol: Protocol) -> Dataset:
+    """
+    SFT rows of recorded rollouts: one per training sequence, the same ids and masks that [`MemPOTrainer`] would train.
+
+    Args:
+        records (`Iterable[dict]`):
+            Rollouts of [`read_rollouts`].
+        protocol ([`~mempo_trl.protocol.Protocol`]):
+            Prompts and parsing as in training.
+
+    Returns:
+        [`~datasets.Dataset`]: `input_ids`, and `labels` that are -100 where a token is not trained.
+    """
+    rows = []
+    for index, record in enumerate(records):
+        for sequence in build_sequences(replay(record, protocol), index):
+            labels = [
+                token_id if trained else IGNORE_INDEX
+                for token_id, trained in zip(sequence.completion_ids, sequence.loss_mask, strict=True)
+            ]
+            rows.append(
+                {
+                    "input_ids": sequence.prompt_ids + sequence.completion_ids,
+                    "labels": [IGNORE_INDEX] * len(sequence.prompt_ids) + labels,
+                }
+            )
+    return Dataset.from_list(rows)
+
+
+def scripted_rollout(row: dict, search: SearchTool) -> dict | None:
+    """
+    A rollout written by rule from the gold passages of a question, for a start without a teacher.
+
+    It searches the title of each gold passage, keeps one sentence of each in its memory (the one with the answer where
+    there is one), and answers. The tool responses are those of the real search.
+
+    Args:
+        row (`dict`):
+            Row of [`~mempo_trl.load_questions`] with `supporting_titles`.
+        search ([`~mempo_trl.SearchTool`]):
+            The search tool of the run.
+
+    Returns:
+        `dict` or `None`: A rollout as in [`read_rollouts`], or `None` if a gold passage is not found by its title.
+    """
+    answers = [aliases[0] for aliases in row["golden_answers"]]
+    turns, notes = [], []
+    for title in row["supporting_titles"]:
+        memory = f"<mem>\n{' '.join(notes)}\n</mem>\n" if notes else ""
+        call = json.dumps({"name": search.name, "arguments": {"query": title}}, ensure_ascii=False)
+        text = f"{memory}<think>\nI need to read about {title}.\n</think>\n<tool_call>\n{call}\n</tool_call>"
+        passage = next((document for document in search.search(title) if document.title == title), None)
+        if passage is None:
+            return None
+        turns.append({"completion": text, "outcome": "tool_call", "response": search(title)})
+        notes.append(f"{title}: {_key_sentence(passage.text, row['golden_answers'])}")
+    if not turns:
+        return None
+    answer = "; ".join(answers)
+    memory = f"<mem>\n{' '.join(notes)}\n</mem>\n"
+    text = f"{memory}<think>\nI know enough to answer.\n</think>\n<answer>{answer}</answer>"
+    turns.append({"completion": text, "outcome": "answer", "response": None})
+    kept = {name: row[name] for name in ("id", "dataset") if name in row}
+    return {
+        **kept,
+        "question": row["question"],
+        "golden_answers": row["golden_answers"],
+        "outcome": "answer",
+        "answer": answer,
+        "turns": turns,
+    }
+
+
+def _key_sentence(text: str, golden_answers: list[list[str]], max_words: int = 30) -> str:
+    """The sentence with an answer in it, else the first one; cut to a length that a memory can hold."""
+    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    aliases = [alias.lower() for objective in golden_answers for alias in objective]
+    chosen = next((s for s in sentences if any(alias in s.lower() for alias in aliases)), sentences[0])
+    return " ".join(chosen.split()[:max_words])

@@ -1,0 +1,128 @@
+"""`mempo train`: train an agent with MemPO."""
+
+import argparse
+import importlib
+import os
+import sys
+from dataclasses import dataclass, field
+
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from mempo_trl import MemPOConfig, MemPOTrainer, load_questions
+from mempo_trl.rewards import REWARD_FUNCS
+from mempo_trl.scripts.arguments import (
+    RetrievalArguments,
+    adapter_config,
+    load_model,
+    load_tokenizer,
+    make_search_tool,
+    parse_launched,
+)
+
+
+@dataclass
+class TrainArguments:
+    """
+    What to train on.
+
+    Args:
+        dataset_name (`str`):
+            Questions: a JSON, JSONL, Parquet or CSV file, or a data set on the Hub.
+        dataset_config (`str`, *optional*):
+            Configuration of a data set on the Hub.
+        dataset_train_split (`str`, *optional*, defaults to `"train"`):
+            Its split for training.
+        eval_dataset_name (`str`, *optional*):
+            Questions for the evaluation during training (with `eval_strategy`). Defaults to `dataset_name`.
+        dataset_test_split (`str`, *optional*, defaults to `"test"`):
+            Split of a data set on the Hub for it.
+        reward_funcs (`list[str]`, *optional*):
+            Reward functions by name, or as dotted import paths. Defaults to exact match times well-formedness.
+    """
+
+    dataset_name: str = field(metadata={"help": "Questions: a JSON, JSONL, Parquet or CSV file, or a Hub data set."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split of a Hub data set for training."})
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Questions for the evaluation during training. Defaults to dataset_name."}
+    )
+    dataset_test_split: str = field(default="test", metadata={"help": "Split of a Hub data set for evaluation."})
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": f"Reward functions: {', '.join(REWARD_FUNCS)}, or dotted import paths. Defaults to "
+            "exact match times well-formedness."
+        },
+    )
+
+
+def load_reward_func(name: str):
+    """A reward function by its name, or imported by its dotted path (the working directory counts)."""
+    if name in REWARD_FUNCS:
+        return REWARD_FUNCS[name]
+    if "." not in name:
+        raise ValueError(f"There is no reward function {name!r}. Use one of {sorted(REWARD_FUNCS)} or a dotted path.")
+    module, function = name.rsplit(".", 1)
+    sys.path.insert(0, os.getcwd())
+    return vars(importlib.import_module(module))[function]
+
+
+def main(
+    script_args: TrainArguments,
+    training_args: MemPOConfig,
+    model_args: ModelConfig,
+    retrieval_args: RetrievalArguments,
+) -> None:
+    """Train, save, and push if asked to."""
+    tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
+    train_dataset = load_questions(
+        script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
+    )
+    eval_dataset = None
+    if training_args.eval_strategy != "no":
+        eval_dataset = load_questions(
+            script_args.eval_dataset_name or script_args.dataset_name,
+            script_args.dataset_config,
+            script_args.dataset_test_split,
+        )
+    is_adapter = adapter_config(model_args.model_name_or_path) is not None
+    if is_adapter:
+        model = load_model(model_args, trainable=True, trust_remote_code=training_args.trust_remote_code)
+    else:
+        model = model_args.model_name_or_path
+        training_args.model_init_kwargs = {
+            "revision": model_args.model_revision,
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype or "auto",
+            **(training_args.model_init_kwargs or {}),
+        }
+    trainer = MemPOTrainer(
+        model=model,
+        reward_funcs=None
+        if script_args.reward_funcs is None
+        else list(map(load_reward_func, script_args.reward_funcs)),
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        tools=[make_search_tool(retrieval_args, tokenizer)],
+        # An adapter is trained further as it is; a new one comes on top of a full model.
+        quantization_config=None if is_adapter else get_quantization_config(model_args),
+        peft_config=None if is_adapter else get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Model pushed to {trainer.hub_model_id}.")
+    trainer.end()
+
+
+def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of this script."""
+    return TrlParser((TrainArguments, MemPOConfig, ModelConfig, RetrievalArguments), prog=prog)
+
+
+if __name__ == "__main__":
+    main(*parse_launched(make_parser()))
