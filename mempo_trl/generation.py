@@ -105,13 +105,13 @@ class BatchGenerator(Generator):
         self.dummy_prompt = dummy_prompt or [eos_token_ids[0]]
         self.equal_counts = equal_counts
         self.on_turn = on_turn
-        self._requests: list[tuple[list[int], asyncio.Future]] = []
+        self._requests: list[tuple[asyncio.Task, list[int], asyncio.Future]] = []
         self._live = 0
         self._all_waiting = asyncio.Event()
 
     async def generate(self, prompt_ids: list[int]) -> Generation:
         future = asyncio.get_running_loop().create_future()
-        self._requests.append((prompt_ids, future))
+        self._requests.append((asyncio.current_task(), prompt_ids, future))
         self._check_barrier()
         return await future
 
@@ -158,7 +158,8 @@ class BatchGenerator(Generator):
                     return [task.result() for task in tasks]
                 if self.on_turn is not None:
                     self.on_turn(len(self._requests), len(tasks))
-                requests, self._requests = self._requests, []
+                # In the order of the rollouts, not in that in which their tools were done: a seed gives one run.
+                requests, self._requests = sorted(self._requests, key=lambda request: tasks.index(request[0])), []
                 if self._live:
                     self._all_waiting.clear()
                 self._generate(requests, width if self.equal_counts else max(1, len(requests)))
@@ -166,12 +167,12 @@ class BatchGenerator(Generator):
             for task in tasks:
                 task.cancel()
 
-    def _generate(self, requests: list[tuple[list[int], asyncio.Future]], count: int) -> None:
-        prompts = [prompt_ids for prompt_ids, _ in requests]
+    def _generate(self, requests: list[tuple[asyncio.Task, list[int], asyncio.Future]], count: int) -> None:
+        prompts = [prompt_ids for _, prompt_ids, _ in requests]
         ids, logps = self.generate_batch(prompts + [self.dummy_prompt] * (count - len(prompts)), not prompts)
         if len(ids) != count or (logps is not None and len(logps) != count):
             raise RuntimeError(f"The engine returned {len(ids)} completions for {count} prompts.")
-        for i, (_, future) in enumerate(requests):
+        for i, (_, _, future) in enumerate(requests):
             cut = len(ids[i]) >= self.max_completion_length and ids[i][-1] not in self.eos_token_ids
             turn_logps = None if logps is None else logps[i]
             if turn_logps is not None and len(turn_logps) != len(ids[i]):

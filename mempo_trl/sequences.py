@@ -160,7 +160,12 @@ def loss_weights(sequences: list[Sequence], num_rollouts: int, loss_type: str) -
 
 
 def kl_per_sequence(
-    logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, loss_type: str, max_completion_length: int
+    logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    mask: torch.Tensor,
+    loss_type: str,
+    max_completion_length: int,
+    log_importance_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     KL term of each sequence as TRL's loss counts it before its mean over rows, for the types that average over rows.
@@ -175,12 +180,17 @@ def kl_per_sequence(
             `"luspo"`: sum.
         max_completion_length (`int`):
             As in the configuration.
+        log_importance_weights (`torch.Tensor`, *optional*):
+            Weights of the tokens or of the rows, with `use_bias_correction_kl`. # (B, C) or (B, 1)
 
     Returns:
         `torch.Tensor`: The estimator `exp(r) - r - 1` with `r = ref - policy`, reduced per row. # (B,)
     """
     log_ratio = ref_logps - logps
-    kl = ((log_ratio.exp() - log_ratio - 1) * mask).sum(dim=1)
+    kl = log_ratio.exp() - log_ratio - 1
+    if log_importance_weights is not None:
+        kl = kl * log_importance_weights.exp()
+    kl = (kl * mask).sum(dim=1)
     if loss_type in ("grpo", "sapo"):
         return kl / mask.sum(dim=1).clamp(min=1.0)
     return kl / max_completion_length if loss_type == "dr_grpo" else kl

@@ -389,8 +389,13 @@ class MemPOTrainer(GRPOTrainer):
         logps, self._policy_logps = self._policy_logps, None
         if self.beta != 0.0 and self.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
             mask = inputs["completion_mask"] * inputs["tool_mask"]
+            log_ratio = None
+            if self.args.use_bias_correction_kl:
+                log_ratio = logps - inputs.get("old_per_token_logps", logps.detach())  # (B, C)
+                if self.importance_sampling_level == "sequence":
+                    log_ratio = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
             kl = kl_per_sequence(
-                logps, inputs["ref_per_token_logps"], mask, self.loss_type, self.max_completion_length
+                logps, inputs["ref_per_token_logps"], mask, self.loss_type, self.max_completion_length, log_ratio
             )  # (B,)
             # The parent has counted the KL of each sequence with weight 1.
             normalizer = self.current_gradient_accumulation_steps if self.model.training else 1.0

@@ -289,6 +289,54 @@ def dataset(num_rows: int = 4, **columns) -> Dataset:
     return Dataset.from_dict({**rows, **columns})
 
 
+def build(folder, tmp_path, script, trainer_class=RecordedTrainer, rewards=None, data=None, **kwargs):
+    """A trainer on scripted rollouts; `rewards[rollout][turn]` are the memory rewards, else no turn has one."""
+    names = ("reward_funcs", "tools", "callbacks", "eval_dataset", "peft_config", "model", "processing_class")
+    given = {name: kwargs.pop(name) for name in names if name in kwargs}
+    callbacks = given.pop("callbacks", [GivenMemoryRewards(rewards or [])])
+    return trainer_class(
+        model=given.pop("model", folder),
+        args=config(tmp_path, **kwargs),
+        train_dataset=dataset() if data is None else data,
+        tools=given.pop("tools", [search]),
+        callbacks=callbacks,
+        script=script,
+        **given,
+    )
+
+
+def train(*args, **kwargs):
+    """Build a trainer and train."""
+    trainer = build(*args, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def script_of(*rollouts):
+    """A script from lists of turns; rollouts repeat when there are more of them than lists."""
+    return lambda number, turn: rollouts[number % len(rollouts)][turn]
+
+
+def played(trainer, batch=0):
+    """The rollouts of a generation batch, as the memory reward's callback met them."""
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, GivenMemoryRewards))
+    return callback.rollouts[batch]
+
+
+def row_of(trainer, turns):
+    """The row that trains these turns, as `(micro-batch, index)`; found by its ids, and only there."""
+    ids = []
+    for turn in turns:
+        ids += turn.completion_ids + (turn.response_ids if turn is not turns[-1] else [])
+    found = []
+    for inputs in trainer.inputs_seen:
+        mask = inputs["completion_mask"].bool()
+        rows = [row[keep].tolist() for row, keep in zip(inputs["completion_ids"], mask, strict=True)]
+        found += [(inputs, i) for i, row in enumerate(rows) if row == ids]
+    assert len(found) == 1, f"{len(found)} rows hold these turns"
+    return found[0]
+
+
 TRL_CHAT_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QWEN_PATTERN = (  # the pre-tokenizer of Qwen2 (one digit per token)
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

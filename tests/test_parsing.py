@@ -254,7 +254,16 @@ def lines_executed(text: str) -> int:
 
 @pytest.mark.parametrize(
     "unit",
-    ["<mem>", "</mem>", "<tool_call>", "<answer>", "<mem></mem>", CALL, "<mem><think></mem></think>", "<think><answer>"],
+    [
+        "<mem>",
+        "</mem>",
+        "<tool_call>",
+        "<answer>",
+        "<mem></mem>",
+        CALL,
+        "<mem><think></mem></think>",
+        "<think><answer>",
+    ],
 )
 def test_many_tags_stay_linear(unit):
     """Twice as many tags take twice as many operations, up to 20,000 of them."""
@@ -265,7 +274,21 @@ def test_many_tags_stay_linear(unit):
 
 
 pieces = st.sampled_from(
-    [*TAGS, "<tool_response>", "</tool_response>", CALL, ANSWER, MEM, THINK, '{"name": "search"', "\n", " ", "<", ">", "{"]
+    [
+        *TAGS,
+        "<tool_response>",
+        "</tool_response>",
+        CALL,
+        ANSWER,
+        MEM,
+        THINK,
+        '{"name": "search"',
+        "\n",
+        " ",
+        "<",
+        ">",
+        "{",
+    ]
 )
 texts = st.lists(pieces | st.text(max_size=5), max_size=12).map("".join) | st.text(max_size=60)
 

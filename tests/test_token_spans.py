@@ -12,7 +12,9 @@ NAMES = ("byte", "smollm2", "qwen")
 BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 texts = st.text(max_size=40) | st.lists(
-    st.sampled_from(["<mem>", "</mem>", "<think>", "</think>", "<answer>", "里德学院", "🐈‍⬛", "é", " ", "\n", "42%", "a"])
+    st.sampled_from(
+        ["<mem>", "</mem>", "<think>", "</think>", "<answer>", "里德学院", "🐈‍⬛", "é", " ", "\n", "42%", "a"]
+    )
 ).map("".join)
 
 
@@ -44,6 +46,10 @@ def byte_fallback_tokenizer():
 
 def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def has_all_bytes(tokenizer) -> bool:
+    return all(tokenizer.convert_tokens_to_ids(char) != tokenizer.unk_token_id for char in BYTES)
 
 
 def token_bytes(tokenizer, token_id) -> bytes:
@@ -99,8 +105,7 @@ def test_spans_of_any_text(any_tokenizer, text):
     joined, spans = token_spans(any_tokenizer, ids)
     assert (joined, spans) == spans_by_bytes(any_tokenizer, ids)
     # SmolLM2's vocabulary lacks some bytes of rare characters, which its encoding drops.
-    if all(byte in any_tokenizer.get_vocab() for byte in BYTES):
-        assert joined == text
+    assert joined == text or not has_all_bytes(any_tokenizer)
     assert joined == decode(any_tokenizer, ids)
 
 
@@ -167,7 +172,9 @@ def test_token_shared_by_two_tags(smollm2_tokenizer):
 def test_split_that_no_tokenizer_chooses(smollm2_tokenizer, qwen_tokenizer):
     """Sampled splits keep their own tokens: `<`, `m`, `em`, `>` are four tokens of the tag, whatever encoding gives."""
     for tokenizer in (smollm2_tokenizer, qwen_tokenizer):
-        ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<", "m", "em", ">", "c", "at", "</", "me", "m", ">")]
+        ids = [
+            tokenizer.convert_tokens_to_ids(token) for token in ("<", "m", "em", ">", "c", "at", "</", "me", "m", ">")
+        ]
         assert ids != encode(tokenizer, "<mem>cat</mem>")
         text, spans = token_spans(tokenizer, ids)
         assert text == "<mem>cat</mem>"
