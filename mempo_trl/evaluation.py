@@ -16,6 +16,13 @@ from .rewards import NORMALIZERS, score_answer
 from .rollout import Rollout, play
 
 
+def model_eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a turn: the tokenizer's, and those that the model declares (as [`~trl.GRPOTrainer`] takes them)."""
+    declared = model.generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return sorted({tokenizer.eos_token_id, *declared})
+
+
 class TransformersEngine:
     """
     Samples batches of turns with `model.generate`, for [`~mempo_trl.generation.BatchGenerator`].
@@ -40,15 +47,14 @@ class TransformersEngine:
     ):
         self.model = model
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        declared = model.generation_config.eos_token_id
-        declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-        self.eos_token_ids = sorted({tokenizer.eos_token_id, *declared})
+        self.eos_token_ids = model_eos_token_ids(model, tokenizer)
         self.max_completion_length = max_completion_length
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         self.generation_config = GenerationConfig(
             max_new_tokens=max_completion_length,
             pad_token_id=self.pad_token_id,
             eos_token_id=self.eos_token_ids,
+            repetition_penalty=1.0,  # as in training; the model's own (1.05 for Qwen2.5-Instruct) would count here
             **(sampling if temperature > 0 else {"do_sample": False}),
         )
 

@@ -145,10 +145,11 @@ class BatchGenerator(Generator):
         self._all_waiting = asyncio.Event()
         tasks = [asyncio.ensure_future(self._track(rollout)) for rollout in rollouts]
         self._check_barrier()
+        error = None
         try:
             while True:
                 await self._all_waiting.wait()
-                error = next((task.exception() for task in tasks if task.done() and task.exception()), None)
+                error = error or next((task.exception() for task in tasks if task.done() and task.exception()), None)
                 width, failed = self.reduce_max([len(self._requests), int(error is not None)])
                 if error is not None:
                     raise error
@@ -162,7 +163,11 @@ class BatchGenerator(Generator):
                 requests, self._requests = sorted(self._requests, key=lambda request: tasks.index(request[0])), []
                 if self._live:
                     self._all_waiting.clear()
-                self._generate(requests, width if self.equal_counts else max(1, len(requests)))
+                try:
+                    self._generate(requests, width if self.equal_counts else max(1, len(requests)))
+                except Exception as engine_error:  # it rises in the next round, which tells the other processes
+                    error = engine_error
+                    self._all_waiting.set()
         finally:
             for task in tasks:
                 task.cancel()

@@ -69,6 +69,18 @@ def tool_schema(tool: Callable) -> dict:
     return schema
 
 
+def _checked_schema(schema: dict) -> dict:
+    """A tool's parameters as `jsonschema` checks them: nothing unknown, and `null` where `get_json_schema` allows it."""
+    parameters = schema["function"]["parameters"]
+    properties = {}
+    for name, value in parameters["properties"].items():
+        if value.get("nullable") and "type" in value:
+            types = value["type"] if isinstance(value["type"], list) else [value["type"]]
+            value = {**value, "type": [*types, "null"]}
+        properties[name] = value
+    return {**parameters, "properties": properties, "additionalProperties": False}
+
+
 def _shorten(text: str) -> str:
     """Both ends of a text that quotes the model: a long argument is not repeated to it whole."""
     return text if len(text) <= 200 else f"{text[:100]}…{text[-100:]}"
@@ -101,10 +113,7 @@ class Toolbox:
         self.schemas = [tool_schema(tool) for tool in tools]
         self.timeout = timeout
         self.retries = retries
-        self._parameters = {
-            schema["function"]["name"]: {**schema["function"]["parameters"], "additionalProperties": False}
-            for schema in self.schemas
-        }
+        self._parameters = {schema["function"]["name"]: _checked_schema(schema) for schema in self.schemas}
         # An executor of our own: the event loop's default one is joined when the loop closes, so that one hanging
         # tool would hold the trainer back.
         self._executor = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mempo-tool")
@@ -171,6 +180,7 @@ class Toolbox:
         if isinstance(result, (bytes, type(None))):
             raise ToolError(f"the tool returned {type(result).__name__} instead of text")
         text = result if isinstance(result, str) else str(result)
+        text = text.encode(errors="replace").decode()  # half of a surrogate pair is no text for a tokenizer
         if not text.strip():
             raise ToolError("the tool returned an empty text")
         return text

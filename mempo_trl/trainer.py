@@ -9,7 +9,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
@@ -20,7 +20,7 @@ from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
 from .generation import BatchGenerator, run_in_event_loop
 from .memory_reward import MemoryRewardCallback, RolloutCallback
-from .model_card import append_to_model_card
+from .model_card import complete_model_card
 from .monitoring import RolloutWriter, rollout_record, rollout_statistics, total_tokens
 from .protocol import Protocol, load_chat_template
 from .rewards import exact_match_reward
@@ -219,9 +219,9 @@ class MemPOTrainer(GRPOTrainer):
         rollouts = self._play_rollouts()
         self._metrics[mode]["time/rollout"].append(time.perf_counter() - start)
         self._rollouts = rollouts
+        start = time.perf_counter()
+        self._call_rollout_callbacks()
         if self.args.memory_advantage_weight > 0:
-            start = time.perf_counter()
-            self._score_memories()
             self._metrics[mode]["time/memory_scoring"].append(time.perf_counter() - start)
 
         sequences = [sequence for i, rollout in enumerate(rollouts) for sequence in build_sequences(rollout, i)]
@@ -302,7 +302,7 @@ class MemPOTrainer(GRPOTrainer):
         finally:
             self.generation_config.max_new_tokens = max_new_tokens
 
-    def _score_memories(self) -> None:
+    def _call_rollout_callbacks(self) -> None:
         scorer = RowScorer(
             self.model,
             pad_token_id=self._tokenizer.pad_token_id,
@@ -311,6 +311,8 @@ class MemPOTrainer(GRPOTrainer):
             reduce_max=self._reduce_max,
         )
         for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MemoryRewardCallback) and self.args.memory_advantage_weight == 0:
+                continue
             if isinstance(callback, RolloutCallback):
                 callback.on_rollouts_end(
                     self.args,
@@ -456,7 +458,15 @@ class MemPOTrainer(GRPOTrainer):
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
-            append_to_model_card(f"{self.args.output_dir}/README.md", self.args, self.state.log_history)
+            complete_model_card(
+                f"{self.args.output_dir}/README.md",
+                self.args,
+                self.state.log_history,
+                model_id=self.hub_model_id or self.args.output_dir,
+                base_model=get_config_model_id(self.model.config),
+                is_adapter=isinstance(self.model, PeftModel),
+                system_prompt=self.protocol.system_prompt,
+            )
 
 
 def _named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:

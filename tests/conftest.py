@@ -337,6 +337,13 @@ def row_of(trainer, turns):
     return found[0]
 
 
+def gradient_of(trainer, turns):
+    """Gradient of the loss with respect to the log-probabilities of the row that trains these turns."""
+    inputs, row = row_of(trainer, turns)
+    index = next(i for i, seen in enumerate(trainer.inputs_seen) if seen is inputs)
+    return trainer.logps[index].grad[row]
+
+
 TRL_CHAT_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QWEN_PATTERN = (  # the pre-tokenizer of Qwen2 (one digit per token)
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -509,3 +509,28 @@ def test_spans_of_a_split_that_no_tokenizer_chooses(qwen_tokenizer):
     assert read.text == "<mem>cat</mem><answer>dog</answer>"
     assert ids != ids_of(qwen_tokenizer, read.text)
     assert (read.memory_span, read.answer_span, read.carried) == ((0, 10), (14, 16), 19)
+
+
+@quick
+@given(data=st.data())
+def test_any_ids_are_read(any_protocol, data):
+    """Whatever was sampled is read without an exception, and every span and count lies within the sampled ids."""
+    tokenizer = any_protocol.tokenizer
+    known = ids_of(tokenizer, TURN + "<answer>里</answer>") + [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    parts = st.just(ids_of(tokenizer, TURN)) | st.lists(
+        st.sampled_from(known) | st.integers(0, len(tokenizer) - 1), max_size=8
+    )
+    ids = [token_id for part in data.draw(st.lists(parts, max_size=4)) for token_id in part]
+    read = any_protocol.read_turn(ids)
+    assert 0 <= read.carried <= len(ids)
+    for span, block in ((read.memory_span, read.parsed.memory), (read.think_span, read.parsed.think)):
+        assert (span is None) == (block is None)
+        if span is not None:
+            assert 0 <= span[0] < span[1] <= read.carried
+            assert read.text[block.start : block.end] in decode(tokenizer, ids[slice(*span)])
+    assert (read.answer_span is None) == (read.parsed.outcome != "answer")
+    # One end of turn between the turn and the response, never none and never two.
+    carried = ids[: read.carried]
+    after = any_protocol.response_ids(carried, "A cat.")
+    end = any_protocol.end_of_turn_id
+    assert (after[0] == end) != (carried[-1:] == [end])

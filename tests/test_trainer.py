@@ -6,16 +6,15 @@ import time
 import pytest
 import torch
 from conftest import (
-    EOS,
     build,
     call,
-    generation,
+    gradient_of,
     played,
     row_of,
     script_of,
     train,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from mempo_trl.sequences import build_sequences
 
@@ -110,13 +109,6 @@ def test_requests_come_in_the_order_of_the_rollouts(short_folder, tmp_path):
 
 
 # Gradients
-
-
-def gradient_of(trainer, turns):
-    """Gradient of the loss with respect to the log-probabilities of the row that trains these turns."""
-    inputs, row = row_of(trainer, turns)
-    index = next(i for i, seen in enumerate(trainer.inputs_seen) if seen is inputs)
-    return trainer.logps[index].grad[row]
 
 
 def test_which_tokens_get_gradient(short_folder, tmp_path):
@@ -373,181 +365,3 @@ def test_metrics_of_sequences(short_folder, tmp_path):
     assert logged["completions/mean_length"] == sum(lengths) / 4
     assert (logged["completions/min_length"], logged["completions/max_length"]) == (min(lengths), max(lengths))
     assert logged["completions/clipped_ratio"] == 0
-
-
-# Nothing to learn from
-
-
-def gradients_are_zero(trainer):
-    return all(gradient.abs().sum() == 0 for step in trainer.gradients for gradient in step.values())
-
-
-def metrics_are_finite(trainer):
-    return all(
-        value is None or not isinstance(value, float) or math.isfinite(value)
-        for entry in trainer.state.log_history
-        for value in entry.values()
-    )
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "luspo", "vespo"])
-@pytest.mark.parametrize(
-    "turns",
-    [
-        ["<answer>cat</answer>"],  # all right
-        ["nothing"],  # all failed
-        [""],  # all sampled nothing but the end of turn
-        None,  # all cut, and masked
-    ],
-    ids=["equal", "failed", "blank", "masked"],
-)
-def test_nothing_to_learn(turns, loss_type, short_folder, tmp_path):
-    """Equal rewards, or no trained token at all: loss and metrics finite, and every gradient exactly 0."""
-    trainer = build(
-        short_folder,
-        tmp_path,
-        lambda number, turn: turns[turn] if turns else generation(trainer._tokenizer, "x" * 20, end=False),
-        loss_type=loss_type,
-        max_completion_length=20,
-        mask_truncated_completions=True,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-    )
-    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
-    trainer.train()
-    assert trainer.losses == [0.0, 0.0] and gradients_are_zero(trainer) and metrics_are_finite(trainer)
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, before[name])
-    trained = sum((inputs["completion_mask"] * inputs["tool_mask"]).sum().item() for inputs in trainer.inputs_seen)
-    assert (trained == 0) == (turns is None)
-
-
-def test_one_real_rollout_among_masked_ones(short_folder, tmp_path):
-    """Masked siblings give no gradient and do not dilute a rollout's own tokens beyond TRL's mean over rollouts."""
-
-    def script(number, turn):
-        return "<answer>cat</answer>" if number == 0 else generation(trainer._tokenizer, "x" * 20, end=False)
-
-    trainer = build(
-        short_folder,
-        tmp_path,
-        script,
-        num_generations=4,
-        per_device_train_batch_size=4,
-        max_completion_length=20,
-        mask_truncated_completions=True,
-        beta=0.0,
-    )
-    trainer.train()
-    # One of four right: mean 0.25, std sqrt((0.5625 + 3 * 0.0625) / 3) = 0.5, A_T = 0.75 / 0.5001 = 1.499700. Six
-    # tokens: -1.4997 / (4 * 6) each.
-    gradient = gradient_of(trainer, played(trainer)[0].turns)
-    torch.testing.assert_close(gradient[:6], torch.full((6,), -1.499700 / 24), rtol=1e-5, atol=0)
-    for logps, inputs in zip(trainer.logps, trainer.inputs_seen, strict=True):
-        masked = ~(inputs["completion_mask"] * inputs["tool_mask"]).any(dim=1)
-        assert masked.sum() == 3 and logps.grad[masked].abs().sum() == 0
-    assert trainer.state.log_history[0]["completions/clipped_ratio"] == 0.75
-
-
-def test_truncated_rollouts_are_trained_unless_masked(short_folder, tmp_path):
-    """Without `mask_truncated_completions` a cut turn is trained like any other, earlier turns of its rollout too."""
-    cut = "<mem>m</mem>" + "x" * 57
-
-    def script(number, turn):
-        if number == 1:
-            return "<answer>cat</answer>"
-        return call("a") if turn == 0 else generation(trainer._tokenizer, cut, end=False)
-
-    masks = {}
-    for masked in (False, True):
-        trainer = build(short_folder, tmp_path, script, max_completion_length=60, mask_truncated_completions=masked)
-        trainer.train()
-        rollout = played(trainer)[0]
-        assert (rollout.outcome, len(rollout.turns)) == ("truncated", 2)
-        inputs, row = row_of(trainer, rollout.turns)
-        masks[masked] = (inputs["completion_mask"][row] * inputs["tool_mask"][row]).sum().item()
-    assert masks == {False: 50 + 60, True: 0}
-
-
-def test_an_unscorable_sibling_does_not_shift_the_baseline(short_folder, tmp_path):
-    """Rewards 1, 0, None, None: the valid two have the advantages that they would have alone, the others 0."""
-
-    def reward(completions, **kwargs):
-        return [1.0, 0.0, None, None]
-
-    script = script_of(*[[f"<answer>{letter}</answer>"] for letter in "abcd"])
-    trainer = train(
-        short_folder, tmp_path, script, reward_funcs=reward, num_generations=4, per_device_train_batch_size=4, beta=0.0
-    )
-    # Mean 0.5, std 0.707107 of the valid two.
-    assert [rollout.advantage for rollout in played(trainer)] == pytest.approx(
-        [0.707007, -0.707007, 0.0, 0.0], abs=1e-6
-    )
-    assert [rollout.reward for rollout in played(trainer)] == [1.0, 0.0, None, None]
-    for rollout in played(trainer)[2:]:
-        assert gradient_of(trainer, rollout.turns).abs().sum() == 0
-
-
-# Token ids that mean two things, and completions that hold none
-
-
-def test_pad_id_equal_to_eos_id(short_folder, tmp_path):
-    """The sampled end of turn is trained, padding with the same id is not."""
-    tokenizer = AutoTokenizer.from_pretrained(short_folder)
-    tokenizer.pad_token = EOS
-    trainer = train(
-        short_folder,
-        tmp_path,
-        script_of(["<answer>cat</answer>"], ["<answer>a long answer</answer>"]),
-        processing_class=tokenizer,
-        beta=0.0,
-    )
-    assert trainer._tokenizer.pad_token_id == trainer._tokenizer.eos_token_id
-    short, long = played(trainer)
-    gradient = gradient_of(trainer, short.turns)
-    assert short.turns[0].completion_ids[-1] == trainer._tokenizer.pad_token_id
-    assert (gradient[:6] != 0).all() and gradient[6:].abs().sum() == 0 and len(gradient) == 16
-    inputs, row = row_of(trainer, long.turns)
-    assert inputs["completion_mask"][row].all()
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_empty_completions(loss_type, short_folder, tmp_path):
-    """An empty completion is a turn without action: no exception, no row, reward 0; also when all are empty."""
-
-    def script(number, turn):
-        made = generation(trainer._tokenizer, "", end=False)
-        return made if number != 1 else "<answer>cat</answer>"
-
-    trainer = build(short_folder, tmp_path, script, loss_type=loss_type, max_steps=2)
-    trainer.train()
-    first, second = played(trainer)
-    assert (first.outcome, first.reward, second.reward) == ("no_action", 0.0, 1.0)
-    assert trainer.state.log_history[0]["completions/min_length"] == 0
-    # The second step has empty completions only, and still its forward and backward.
-    assert [rollout.completion_ids for rollout in played(trainer, 1)] == [[], []]
-    assert len(trainer.gradients) == 2 and trainer.losses[1] == 0.0
-    assert all(gradient.abs().sum() == 0 for gradient in trainer.gradients[1].values())
-
-
-def test_sampling_logps_stay_with_their_tokens(short_folder, tmp_path):
-    """Where the engine reports log-probabilities, each stays at its token, with 0 on tool responses and padding."""
-    first = [[call("a"), -0.5], ["<mem>m</mem>" + call("b"), -0.25], ["<mem>n</mem><answer>cat</answer>", -0.125]]
-
-    def script(number, turn):
-        text, logp = first[turn] if number == 0 else ["<answer>dog</answer>", -2.0]
-        return generation(trainer._tokenizer, text, logp=logp)
-
-    trainer = build(short_folder, tmp_path, script, per_device_train_batch_size=1, gradient_accumulation_steps=2)
-    trainer.train()
-    rollout, other = played(trainer)
-    o = len(rollout.turns[0].response_ids)
-    for turns, blocks in (
-        (rollout.turns[:2], [(-0.5, 50), (0.0, o), (-0.25, 53)]),
-        (rollout.turns[2:], [(-0.125, 9)]),
-        (other.turns, [(-2.0, 6)]),
-    ):
-        inputs, row = row_of(trainer, turns)
-        expected = [value for value, count in blocks for _ in range(count)]
-        actual = inputs["sampling_per_token_logps"][row].tolist()
-        assert actual == expected + [0.0] * (len(actual) - len(expected))

@@ -66,17 +66,19 @@ def replay(record: dict, protocol: Protocol) -> Rollout:
         ValueError: If the rollout would go another way than recorded, because it was made for another protocol.
     """
     end_id = protocol.tokenizer.eos_token_id if protocol.end_of_turn_id is None else protocol.end_of_turn_id
-    turns, responses = [], []
-    for turn in record["turns"]:
-        cut = turn.get("outcome") == "truncated"
-        ids = turn.get("completion_ids") or protocol.encode(turn["completion"]) + [end_id] * (not cut)
-        turns.append(Generation(ids, turn.get("logps"), "length" if cut else "stop"))
-        if turn.get("outcome", "tool_call") == "tool_call":
-            responses.append(turn.get("response"))
-    recorded = iter(responses)
+    recorded, current = record["turns"], {}
+
+    def generations() -> Iterator[Generation]:
+        nonlocal current
+        for current in recorded:
+            cut = current.get("outcome") == "truncated"
+            ids = current.get("completion_ids")
+            if ids is None:
+                ids = protocol.encode(current["completion"]) + [end_id] * (not cut)
+            yield Generation(ids, current.get("logps"), "length" if cut else "stop")
 
     async def call_tool(name: str, arguments: dict) -> ToolResult:
-        response = next(recorded)
+        response = current.get("response")
         if response is None:
             raise ValueError(f"A search of the rollout has no recorded response: {record['question']!r}.")
         return ToolResult(response)
@@ -86,17 +88,24 @@ def replay(record: dict, protocol: Protocol) -> Rollout:
             record["question"],
             record.get("golden_answers"),
             protocol=protocol,
-            generator=ReplayGenerator(turns),
+            generator=ReplayGenerator(generations()),
             call_tool=call_tool,
-            max_turns=len(turns),
+            max_turns=len(recorded),
         )
     )
+    if rollout.outcome == "out_of_turns" and record.get("outcome") == "out_of_context":
+        rollout.outcome = "out_of_context"  # room is not measured here; either way nothing follows the last turn
     expected = record.get("outcome", rollout.outcome)
-    if len(rollout.turns) != len(turns) or rollout.outcome != expected:
+    same = [
+        turn.outcome == written.get("outcome", turn.outcome)
+        for turn, written in zip(rollout.turns, recorded, strict=False)
+    ]
+    if len(rollout.turns) != len(recorded) or rollout.outcome != expected or not all(same):
+        turn = rollout.turns[-1 if all(same) else same.index(False)]
         raise ValueError(
-            f"The rollout of {record['question']!r} has {len(turns)} turns and ends as {expected!r}, but played again "
-            f"it ends as {rollout.outcome!r} after {len(rollout.turns)}. It was made for another protocol; the turn "
-            f"in question is {rollout.turns[-1].text!r}."
+            f"The rollout of {record['question']!r} has {len(recorded)} turns and ends as {expected!r}, but played "
+            f"again it ends as {rollout.outcome!r} after {len(rollout.turns)}. It was made for another protocol; the "
+            f"turn in question is {turn.text!r}, here {turn.outcome!r}."
         )
     return rollout
 
@@ -148,7 +157,7 @@ def scripted_rollout(row: dict, search: SearchTool) -> dict | None:
     """
     answers = [aliases[0] for aliases in row["golden_answers"]]
     turns, notes = [], []
-    for title in row["supporting_titles"]:
+    for title in row["supporting_titles"] or ():
         memory = f"<mem>\n{' '.join(notes)}\n</mem>\n" if notes else ""
         call = json.dumps({"name": search.name, "arguments": {"query": title}}, ensure_ascii=False)
         text = f"{memory}<think>\nI need to read about {title}.\n</think>\n<tool_call>\n{call}\n</tool_call>"

@@ -11,8 +11,12 @@ ANSWER_COLUMNS = ("golden_answers", "answers", "answer", "reward_model")
 
 
 def _aliases(value: Any) -> list[str]:
-    """One objective's aliases from a string or a list of strings."""
-    return [value] if isinstance(value, str) else [str(alias) for alias in value]
+    """One objective's aliases from one answer or a list of them; numbers become text, empty ones are dropped."""
+    aliases = value if isinstance(value, (list, tuple)) else [value]
+    for alias in aliases:
+        if not isinstance(alias, (str, int, float, type(None))):
+            raise ValueError(f"{alias!r} is no answer; give a text, a list of aliases, or a list of such lists.")
+    return [str(alias) for alias in aliases if alias is not None and str(alias).strip()]
 
 
 def normalize_golden_answers(value: Any) -> list[list[str]]:
@@ -29,14 +33,11 @@ def normalize_golden_answers(value: Any) -> list[list[str]]:
     Raises:
         ValueError: If there is no objective, or an objective without a non-empty answer.
     """
-    if value is None or len(value) == 0:
-        raise ValueError(f"`golden_answers` is {value!r}; give at least one answer.")
-    if isinstance(value, str) or all(isinstance(part, str) for part in value):
-        value = [_aliases(value)]
-    objectives = [_aliases(part) for part in value]
-    if not all(any(alias.strip() for alias in aliases) for aliases in objectives):
-        raise ValueError(f"`golden_answers` is {value!r}; an objective has no answer. Drop the row.")
-    return [[alias for alias in aliases if alias.strip()] for aliases in objectives]
+    several = isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value)
+    objectives = [_aliases(part) for part in value] if several else [_aliases(value)]
+    if not all(objectives):
+        raise ValueError(f"`golden_answers` is {value!r}; each objective needs at least one answer. Drop the row.")
+    return objectives
 
 
 def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +70,9 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
     elif row.get("answers") is not None:
         answers = row["answers"]
     elif row.get("answer") is not None:
-        answers = _aliases(row["answer"]) + list(row.get("answer_aliases") or [])
+        answers = row["answer"]
+        if row.get("answer_aliases"):
+            answers = _aliases(answers) + _aliases(row["answer_aliases"])
     elif row.get("reward_model") is not None:
         truth = row["reward_model"]["ground_truth"]
         answers = truth["target"] if isinstance(truth, Mapping) else truth
@@ -110,6 +113,8 @@ def load_questions(name_or_path: str, config: str | None = None, split: str = "t
     if kind is not None:
         if not os.path.isfile(name_or_path):
             raise FileNotFoundError(f"There is no question file {name_or_path!r}.")
+        if os.path.getsize(name_or_path) == 0:  # `load_dataset` fails on it without a word
+            raise ValueError(f"{name_or_path!r} holds no questions.")
         dataset = load_dataset(kind, data_files=name_or_path, split="train")
     else:
         dataset = load_dataset(name_or_path, config, split=split)
@@ -121,7 +126,8 @@ def load_questions(name_or_path: str, config: str | None = None, split: str = "t
             raise ValueError(f"Row {number} of {name_or_path!r}: {error}") from None
     if not rows:
         raise ValueError(f"{name_or_path!r} holds no questions.")
-    return Dataset.from_list(rows)
+    columns = dict.fromkeys(name for row in rows for name in row)  # `from_list` would look at the first row only
+    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
 
 
 def golden_answers_of(row: Mapping[str, Any], required: bool = True) -> list[list[str]] | None:

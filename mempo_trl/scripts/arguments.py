@@ -1,14 +1,20 @@
 """Arguments that several scripts share, and what is made of them."""
 
-import json
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from accelerate.commands.launch import launch_command_parser
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+from transformers.utils import find_adapter_config_file
 from trl import ModelConfig, TrlParser, get_quantization_config
+from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
 from mempo_trl.retrieval.bm25 import BM25Retriever
 from mempo_trl.retrieval.tool import SearchTool
@@ -62,10 +68,10 @@ def make_search_tool(args: RetrievalArguments, tokenizer: PreTrainedTokenizerBas
     return SearchTool(retriever, args.retrieval_top_k, args.max_passage_tokens, tokenizer)
 
 
-def adapter_config(name_or_path: str) -> dict[str, Any] | None:
-    """Content of `adapter_config.json` if the folder holds a PEFT adapter, else `None`."""
-    path = Path(name_or_path) / "adapter_config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+def is_adapter(model_args: ModelConfig) -> bool:
+    """Whether `model_name_or_path` is a PEFT adapter, in a folder or on the Hub."""
+    path = find_adapter_config_file(model_args.model_name_or_path, revision=model_args.model_revision)
+    return path is not None
 
 
 def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -80,7 +86,7 @@ def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool = False) -> 
 
 def load_model(model_args: ModelConfig, trainable: bool, trust_remote_code: bool = False) -> PreTrainedModel:
     """
-    Load `model_name_or_path`: a causal language model, or an adapter on disk with its base model.
+    Load `model_name_or_path`: a causal language model, or an adapter with its base model.
 
     Args:
         model_args ([`~trl.ModelConfig`]):
@@ -100,10 +106,10 @@ def load_model(model_args: ModelConfig, trainable: bool, trust_remote_code: bool
         quantization_config=get_quantization_config(model_args),
         trust_remote_code=trust_remote_code,
     )
-    if adapter_config(model_args.model_name_or_path) is None:
-        return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **kwargs)
-    kwargs.pop("revision")  # it would be the revision of the base model
-    return AutoPeftModelForCausalLM.from_pretrained(model_args.model_name_or_path, is_trainable=trainable, **kwargs)
+    if is_adapter(model_args):
+        kwargs["is_trainable"] = trainable
+        return AutoPeftModelForCausalLM.from_pretrained(model_args.model_name_or_path, **kwargs)
+    return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **kwargs)
 
 
 def check_launch_arguments(arguments: list[str]) -> None:
@@ -115,7 +121,7 @@ def check_launch_arguments(arguments: list[str]) -> None:
             Left over arguments of the command line or of a recipe.
 
     Raises:
-        ValueError: If an argument is unknown to `accelerate launch` as well.
+        ValueError: If an argument is unknown to `accelerate launch` as well, or is a value without a name.
     """
     known = {"--accelerate_config", *launch_command_parser()._option_string_actions}
     unknown = [name for name in arguments if name.startswith("--") and name.split("=")[0] not in known]
@@ -123,6 +129,11 @@ def check_launch_arguments(arguments: list[str]) -> None:
         raise ValueError(
             f"Unknown argument {', '.join(unknown)}: neither the script nor `accelerate launch` has it. `--help` lists "
             "the script's."
+        )
+    launched = launch_command_parser().parse_args([*resolve_accelerate_config_argument(arguments), "script"])
+    if launched.training_script != "script":
+        raise ValueError(
+            f"The value {launched.training_script!r} belongs to no argument. A recipe is given as `--config FILE.yaml`."
         )
 
 
@@ -132,4 +143,8 @@ def parse_launched(parser: TrlParser) -> tuple:
         return_remaining_strings=True, separate_remaining_strings=True
     )
     check_launch_arguments(from_config + from_command_line)
+    for args in parsed:
+        if isinstance(args, TrainingArguments) and args.hub_token is not None:
+            # The arguments are saved and pushed with the model, so the token reaches the client by the environment.
+            os.environ["HF_TOKEN"], args.hub_token = args.hub_token, None
     return tuple(parsed)

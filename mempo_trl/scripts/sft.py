@@ -9,7 +9,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 from mempo_trl.data.cold_start import read_rollouts, sft_rows
 from mempo_trl.protocol import Protocol, load_chat_template
 from mempo_trl.retrieval.tool import SearchTool
-from mempo_trl.scripts.arguments import adapter_config, load_model, load_tokenizer, parse_launched
+from mempo_trl.scripts.arguments import is_adapter, load_model, load_tokenizer, parse_launched
 from mempo_trl.tools import Toolbox
 
 
@@ -62,14 +62,13 @@ def main(script_args: SFTArguments, training_args: SFTConfig, model_args: ModelC
             f"`max_length` is {training_args.max_length}, but the longest sequence has {longest} tokens and would lose "
             "its end, the turn itself. Raise `max_length`, or lower `max_tool_response_length`."
         )
-    is_adapter = adapter_config(model_args.model_name_or_path) is not None
     trainer = SFTTrainer(
         model=load_model(model_args, trainable=True, trust_remote_code=training_args.trust_remote_code),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=rows(script_args.eval_rollouts) if script_args.eval_rollouts else None,
         processing_class=tokenizer,
-        peft_config=None if is_adapter else get_peft_config(model_args),
+        peft_config=None if is_adapter(model_args) else get_peft_config(model_args),
     )
     trainer.accelerator.print(f"{len(train_dataset)} sequences, the longest of {longest} tokens.")
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

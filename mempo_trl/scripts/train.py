@@ -12,7 +12,7 @@ from mempo_trl import MemPOConfig, MemPOTrainer, load_questions
 from mempo_trl.rewards import REWARD_FUNCS
 from mempo_trl.scripts.arguments import (
     RetrievalArguments,
-    adapter_config,
+    is_adapter,
     load_model,
     load_tokenizer,
     make_search_tool,
@@ -85,8 +85,8 @@ def main(
             script_args.dataset_config,
             script_args.dataset_test_split,
         )
-    is_adapter = adapter_config(model_args.model_name_or_path) is not None
-    if is_adapter:
+    goes_on = is_adapter(model_args)  # an adapter is trained further as it is; a new one comes on top of a full model
+    if goes_on:
         model = load_model(model_args, trainable=True, trust_remote_code=training_args.trust_remote_code)
     else:
         model = model_args.model_name_or_path
@@ -106,15 +106,16 @@ def main(
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         tools=[make_search_tool(retrieval_args, tokenizer)],
-        # An adapter is trained further as it is; a new one comes on top of a full model.
-        quantization_config=None if is_adapter else get_quantization_config(model_args),
-        peft_config=None if is_adapter else get_peft_config(model_args),
+        quantization_config=None if goes_on else get_quantization_config(model_args),
+        peft_config=None if goes_on else get_peft_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     trainer.accelerator.print(f"Model saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        # The Hub refuses a card that names a file as its data set.
+        on_hub = not os.path.exists(script_args.dataset_name)
+        trainer.push_to_hub(dataset_name=script_args.dataset_name if on_hub else None)
         trainer.accelerator.print(f"Model pushed to {trainer.hub_model_id}.")
     trainer.end()
 

@@ -1,0 +1,121 @@
+"""Two processes on gloo against one: the same credit and weights, in step, and an error ends both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_run import ROLLOUTS, given_rewards_trainer, outcome_of
+
+
+@pytest.fixture(scope="module")
+def results(short_folder, tmp_path_factory):
+    """What both processes wrote, per scenario, with the launcher's exit status and output."""
+    output = tmp_path_factory.mktemp("distributed")
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+            *(str(Path(__file__).parent / "distributed_run.py"), short_folder, str(output)),
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    written = {}
+    for path in output.glob("*.json"):
+        name, rank = path.stem.rsplit("-", 1)
+        written.setdefault(name, {})[int(rank)] = json.loads(path.read_text(encoding="utf-8"))
+    return written | {"returncode": launched.returncode, "output": launched.stdout + launched.stderr}
+
+
+def both(results, name):
+    assert name in results and len(results[name]) == 2, results["output"][-5000:]
+    return results[name][0], results[name][1]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_two_processes_train_as_one(loss_type, results, short_folder, tmp_path):
+    """A group split over two processes: the advantages, metrics and weights of one process."""
+    first, second = both(results, loss_type)
+    trainer = given_rewards_trainer(short_folder, tmp_path, 0, 1, loss_type=loss_type)
+    trainer.train()
+    single = json.loads(json.dumps(outcome_of(trainer)))
+    assert first["steps"] == second["steps"] == single["steps"] == 2
+    for name in ("rewards", "advantages", "memory_advantages"):
+        joined = [a + b for a, b in zip(first[name], second[name], strict=True)]
+        assert flat(joined) == pytest.approx(flat(single[name]), abs=1e-6)
+    # Rewards 1, 0, 1, 0: mean 0.5, std 0.577350, +-0.5 / 0.577450.
+    assert first["advantages"][0] + second["advantages"][0] == pytest.approx([0.865876, -0.865876] * 2, abs=1e-5)
+    # The memory rewards of the group are all on the first process: 0.3, 0.1, -0.2, -0.1, 0.5, 0.0, mean 0.1, squares
+    # 0.04 + 0 + 0.09 + 0.04 + 0.16 + 0.01 = 0.34, std sqrt(0.34 / 5) = 0.260768, 0.2 / 0.260868 = 0.766671.
+    assert first["memory_advantages"][0][0][1] == pytest.approx(0.766671, abs=1e-5)
+    assert second["memory_advantages"][0] == [[None], [None]]
+    for name, weight in single["weights"].items():
+        for process in (first, second):
+            torch.testing.assert_close(
+                torch.tensor(process["weights"][name]), torch.tensor(weight), rtol=1e-4, atol=2e-6
+            )
+    for entry, expected in zip(first["logged"], single["logged"], strict=True):
+        assert entry["rollout/turns_mean"] == expected["rollout/turns_mean"] == 10 / 4
+        assert entry["sequences/per_rollout"] == expected["sequences/per_rollout"] == 8 / 4
+        assert entry["reward"] == expected["reward"] == 0.5
+
+
+def flat(value):
+    """All numbers of nested lists in order, `None` as a number that no advantage is."""
+    if isinstance(value, list):
+        return [number for part in value for number in flat(part)]
+    return [-99.0 if value is None else value]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_processes_stay_in_step(loss_type, results):
+    """Six sequences on one process, two on the other: the same forwards of the same size, and the same backwards."""
+    first, second = both(results, loss_type)
+    assert [len(rollout) for rollout in ROLLOUTS] == [4, 4, 1, 1]
+    # Two steps of two micro-batches, three rows each: two sequences of the second process are real, four are padding.
+    assert first["rows"] == second["rows"] == [3, 3] * 2
+    # The reference is another model, so these are the policy's forwards: one per micro-batch.
+    assert first["forwards"] == second["forwards"] == [[3, True]] * 4
+    assert first["backwards"] == second["backwards"] == 4
+
+
+def test_an_idle_process_keeps_generating(results):
+    """One turn on one process, four on the other: both call `generate` four times, the idle one with a dummy."""
+    first, second = both(results, "generating")
+    # [prompts, longest completion]: two rollouts of four turns; the other has two of one turn, then one dummy prompt
+    # and a single token.
+    assert [calls[0] for calls in first["generated"]] == [2, 2, 2, 2]
+    assert second["generated"][0][0] == 2 and second["generated"][1:] == [[1, 1]] * 3
+    assert len(first["generated_in_evaluation"]) == len(second["generated_in_evaluation"]) == 4
+    assert first["forwards"] - forwards_of_generation(first) == second["forwards"] - forwards_of_generation(second)
+    assert first["backwards"] == second["backwards"] == 2
+    assert first["eval_reward"] == second["eval_reward"] == 0.5
+    assert first["eval_turns"] == second["eval_turns"] == 10 / 4
+    # Each process has a dump of its own.
+    assert first["dumps"] == [
+        f"{mode}-00000{step}-rank{rank}.jsonl" for mode, step in (("eval", 1), ("train", 0)) for rank in (0, 1)
+    ]
+
+
+def forwards_of_generation(process) -> int:
+    """One forward per generated token position of each call."""
+    return sum(length for _, length in process["generated"] + process["generated_in_evaluation"])
+
+
+def test_a_failing_rollout_ends_both(results):
+    """The process where it happened raises the error itself, the other one says where to look."""
+    first, second = both(results, "failing_rollout")
+    assert second["error"] == "ArithmeticError: no response today"
+    assert first["error"].startswith("RuntimeError: A rollout failed on another process")
+
+
+def test_a_failing_engine_ends_both(results):
+    """An error outside of a rollout on one process ends the whole run, in bounded time and with its cause shown."""
+    assert results["returncode"] != 0
+    assert "ArithmeticError: no tokens today" in results["output"]
+    assert "failing_engine" not in results
