@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     if name in PLAIN:
         script.main(*parser.parse_args_and_config(arguments))
         return 0
-    # What the script's parser does not know is for `accelerate launch`.
+    # What the script's parser does not know is for `accelerate launch`. The configuration itself is built by the
+    # launched processes: a batch size that is right for all of them together would be refused here.
+    parser.parse_args_into_dataclasses = lambda args, **kwargs: parser.parse_known_args(args)
     *_, from_config, from_command_line = parser.parse_args_and_config(
         arguments, return_remaining_strings=True, separate_remaining_strings=True
     )

@@ -191,9 +191,8 @@ def summarize(rollouts: list[Rollout], normalizer: str = "squad") -> dict[str, A
 def summarize_by_objectives(rollouts: list[Rollout], normalizer: str = "squad") -> dict[str, dict[str, Any]]:
     """[`summarize`] of all rollouts (`"all"`), and of those with each number of objectives (`"1"`, `"2"`, …)."""
     counts = sorted({len(rollout.golden_answers) for rollout in rollouts})
-    groups = {"all": rollouts}
-    if len(counts) > 1:
-        groups |= {str(k): [rollout for rollout in rollouts if len(rollout.golden_answers) == k] for k in counts}
+    groups = {str(k): [rollout for rollout in rollouts if len(rollout.golden_answers) == k] for k in counts}
+    groups = {"all": rollouts, **groups}
     return {name: summarize(group, normalizer) for name, group in groups.items()}
 
 

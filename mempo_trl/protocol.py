@@ -128,7 +128,7 @@ class Protocol:
             and whether memory is required from the second turn on.
         system_prompt (`str`, *optional*):
             System prompt instead of the default one: a text, or the path of a text file. It is used as it is, except
-            that `{tools}` in it stands for the JSON schemas of the tools.
+            that `{tools}` in it stands for the JSON schemas of the tools, which the chat template then doesn't repeat.
         chat_template_kwargs (`dict`, *optional*):
             Keyword arguments for the chat template.
         eos_token_ids (`list[int]`, *optional*):

@@ -235,13 +235,15 @@ class MemPOTrainer(GRPOTrainer):
         self._sequences = sequences = pad_sequences(sequences, count, self.eos_token_ids[0])
 
         self._log_rollouts(mode, num_real)
-        logps = [sequence.logps for sequence in sequences]
+        logps = None
+        if rollouts[0].turns[0].logps is not None:  # the engine reports them; padding alone knows nothing of it
+            logps = [sequence.logps or [0.0] for sequence in sequences]
         return (
             [sequence.prompt_ids for sequence in sequences],
             [sequence.completion_ids for sequence in sequences],
             [sequence.loss_mask for sequence in sequences],
             [rollout.messages() for rollout in rollouts],
-            logps if num_real and sequences[0].logps is not None else None,
+            logps,
             {},
             None,
             [],

@@ -26,14 +26,14 @@ from mempo_trl import MemPOTrainer
 
 
 # One group of four rollouts. On two processes the first has two rollouts of four turns (three sequences each), the
-# second two of one turn (one sequence each).
+# second one of two turns and one of a single turn (one sequence each).
 ROLLOUTS = [
     [call("a"), "<mem>x</mem>" + call("b"), "<mem>yy</mem>" + call("c"), "<mem>z</mem><answer>cat</answer>"],
     [call("d"), "<mem>no</mem>" + call("e"), "<mem>so</mem>" + call("f"), "<mem>q</mem><answer>dog</answer>"],
-    ["<answer>cat</answer>"],
-    ["<think>I do not know</think><answer>fish</answer>"],
+    [call("g"), "<mem>w</mem><answer>fish</answer>"],
+    ["<think>I know</think><answer>cat</answer>"],
 ]
-MEMORY_REWARDS = [[None, 0.3, 0.1, -0.2], [None, -0.1, 0.5, 0.0], [None], [None]]
+MEMORY_REWARDS = [[None, 0.3, 0.1, -0.2], [None, -0.1, 0.5, 0.0], [None, 0.8], [None]]
 
 
 def settings(num_processes: int, **kwargs) -> dict:

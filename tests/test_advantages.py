@@ -110,7 +110,7 @@ def test_token_advantages_by_hand():
     """`A_T + λ A_M` on a memory's tokens, of the memory's own turn; `A_T` elsewhere; 0 on padding sequences."""
     advantages = token_advantages(
         outcome_advantages=torch.tensor([2.0, -3.0]),
-        memory_advantages=torch.tensor([[0.0, 0.5, 10.0], [0.0, -1.0, 4.0]]),
+        memory_advantages=torch.tensor([[7.0, 0.5, 10.0], [-5.0, -1.0, 4.0]]),
         rollout_index=torch.tensor([0, 0, 1, -1]),
         memory_turns=torch.tensor(
             [

@@ -48,19 +48,20 @@ def test_two_processes_train_as_one(loss_type, results, short_folder, tmp_path):
     for name in ("rewards", "advantages", "memory_advantages"):
         joined = [a + b for a, b in zip(first[name], second[name], strict=True)]
         assert flat(joined) == pytest.approx(flat(single[name]), abs=1e-6)
-    # Rewards 1, 0, 1, 0: mean 0.5, std 0.577350, +-0.5 / 0.577450.
-    assert first["advantages"][0] + second["advantages"][0] == pytest.approx([0.865876, -0.865876] * 2, abs=1e-5)
-    # The memory rewards of the group are all on the first process: 0.3, 0.1, -0.2, -0.1, 0.5, 0.0, mean 0.1, squares
-    # 0.04 + 0 + 0.09 + 0.04 + 0.16 + 0.01 = 0.34, std sqrt(0.34 / 5) = 0.260768, 0.2 / 0.260868 = 0.766671.
-    assert first["memory_advantages"][0][0][1] == pytest.approx(0.766671, abs=1e-5)
-    assert second["memory_advantages"][0] == [[None], [None]]
+    # Rewards 1, 0, 0, 1: mean 0.5, std 0.577350, +-0.5 / 0.577450.
+    assert first["advantages"][0] == pytest.approx([0.865876, -0.865876], abs=1e-5)
+    assert second["advantages"][0] == pytest.approx([-0.865876, 0.865876], abs=1e-5)
+    # The memory rewards of both processes are one group: 0.3, 0.1, -0.2, -0.1, 0.5, 0.0, 0.8, mean 0.2, squares
+    # 0.01 + 0.01 + 0.16 + 0.09 + 0.09 + 0.04 + 0.36 = 0.76, std sqrt(0.76 / 6) = 0.355903, with ε 0.356003.
+    assert first["memory_advantages"][0][0][1] == pytest.approx(0.1 / 0.356003, abs=1e-5)
+    assert second["memory_advantages"][0] == [[None, pytest.approx(0.6 / 0.356003, abs=1e-5)], [None]]
     for name, weight in single["weights"].items():
         for process in (first, second):
             torch.testing.assert_close(
                 torch.tensor(process["weights"][name]), torch.tensor(weight), rtol=1e-4, atol=2e-6
             )
     for entry, expected in zip(first["logged"], single["logged"], strict=True):
-        assert entry["rollout/turns_mean"] == expected["rollout/turns_mean"] == 10 / 4
+        assert entry["rollout/turns_mean"] == expected["rollout/turns_mean"] == 11 / 4
         assert entry["sequences/per_rollout"] == expected["sequences/per_rollout"] == 8 / 4
         assert entry["reward"] == expected["reward"] == 0.5
 
@@ -76,7 +77,7 @@ def flat(value):
 def test_processes_stay_in_step(loss_type, results):
     """Six sequences on one process, two on the other: the same forwards of the same size, and the same backwards."""
     first, second = both(results, loss_type)
-    assert [len(rollout) for rollout in ROLLOUTS] == [4, 4, 1, 1]
+    assert [len(rollout) for rollout in ROLLOUTS] == [4, 4, 2, 1]
     # Two steps of two micro-batches, three rows each: two sequences of the second process are real, four are padding.
     assert first["rows"] == second["rows"] == [3, 3] * 2
     # The reference is another model, so these are the policy's forwards: one per micro-batch.
@@ -85,17 +86,18 @@ def test_processes_stay_in_step(loss_type, results):
 
 
 def test_an_idle_process_keeps_generating(results):
-    """One turn on one process, four on the other: both call `generate` four times, the idle one with a dummy."""
+    """Two turns on one process, four on the other: both call `generate` four times, the idle one with a dummy."""
     first, second = both(results, "generating")
-    # [prompts, longest completion]: two rollouts of four turns; the other has two of one turn, then one dummy prompt
-    # and a single token.
+    # [prompts, longest completion]: two rollouts of four turns; the other has two, then one, then one dummy prompt and
+    # a single token for it.
     assert [calls[0] for calls in first["generated"]] == [2, 2, 2, 2]
-    assert second["generated"][0][0] == 2 and second["generated"][1:] == [[1, 1]] * 3
+    assert [calls[0] for calls in second["generated"]] == [2, 1, 1, 1]
+    assert [calls[1] for calls in first["generated"] + second["generated"]] == [3] * 6 + [1] * 2
     assert len(first["generated_in_evaluation"]) == len(second["generated_in_evaluation"]) == 4
     assert first["forwards"] - forwards_of_generation(first) == second["forwards"] - forwards_of_generation(second)
     assert first["backwards"] == second["backwards"] == 2
     assert first["eval_reward"] == second["eval_reward"] == 0.5
-    assert first["eval_turns"] == second["eval_turns"] == 10 / 4
+    assert first["eval_turns"] == second["eval_turns"] == 11 / 4
     # Each process has a dump of its own.
     assert first["dumps"] == [
         f"{mode}-00000{step}-rank{rank}.jsonl" for mode, step in (("eval", 1), ("train", 0)) for rank in (0, 1)

@@ -97,6 +97,7 @@ def test_figures_by_number_of_objectives(four_rollouts):
     assert (figures["2"]["exact_match"], figures["2"]["tokens_total_mean"]) == (0.5, 75)
     assert figures["all"]["exact_match"] == 1.5 / 5
     assert summarize_by_objectives(four_rollouts, "words")["1"]["normalizer"] == "words"
+    assert list(summarize_by_objectives(four_rollouts[:3])) == ["all", "1"]
 
 
 def test_files_of_an_evaluation(four_rollouts, tmp_path):

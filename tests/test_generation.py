@@ -345,6 +345,11 @@ def test_run_in_event_loop():
     with pytest.raises(KeyError, match="broken"):
         run_in_event_loop(answer(KeyError("broken")))
 
+    async def thread():
+        return threading.get_ident()
+
+    assert run_in_event_loop(thread()) == threading.get_ident()  # in this thread, which owns the device
+
 
 def test_run_in_event_loop_that_runs():
     """The same from within a running event loop, as in a notebook."""

@@ -14,43 +14,12 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
+from user_folder import NAMES, make_user_folder, read_lines
 
 from mempo_trl.scripts import evaluate
 
 
 REPO, BASE = "founder/agent", "village/tiny"
-RECIPE = """
-dtype: float32
-use_peft: true
-lora_r: 2
-lora_target_modules: [q_proj, v_proj]
-dataset_name: questions.jsonl
-reward_funcs: [hub_rewards.first_id]
-corpus_path: corpus.jsonl
-max_steps: 1
-num_generations: 2
-num_generations_eval: 1
-per_device_train_batch_size: 2
-per_device_eval_batch_size: 2
-gradient_accumulation_steps: 1
-gradient_checkpointing: false
-learning_rate: 1.0e-2
-memory_prob_threshold: 0.25
-max_completion_length: 8
-max_turns: 2
-max_tool_response_length: 50
-system_prompt: prompt.txt
-eval_strategy: steps
-eval_steps: 1
-use_cpu: true
-bf16: false
-report_to: none
-save_strategy: "no"
-push_to_hub: true
-hub_model_id: founder/agent
-"""
-# Random turns have the same outcome reward, and nothing would be trained.
-REWARDS = "def first_id(completion_ids, **kwargs):\n    return [float(ids[0]) for ids in completion_ids]\n"
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +32,10 @@ def hub(model_folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A folder with a recipe and its data."""
-    folder = tmp_path_factory.mktemp("hub")
-    names = ("Anna", "Ben")
-    questions = [{"question": f"What is the pet of {name}?", "golden_answers": ["cat"]} for name in names]
-    corpus = [{"id": name, "title": name, "text": f"{name} has a cat."} for name in names]
-    for file, rows in (("questions.jsonl", questions), ("corpus.jsonl", corpus)):
-        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
-    (folder / "hub_rewards.py").write_text(REWARDS, encoding="utf-8")
+    settings = dict(memory_prob_threshold=0.25, max_tool_response_length=50, system_prompt="prompt.txt")
+    evaluation = dict(eval_strategy="steps", eval_steps=1, num_generations_eval=1, per_device_eval_batch_size=3)
+    push = dict(push_to_hub=True, hub_model_id=REPO)
+    folder = make_user_folder(tmp_path_factory.mktemp("hub"), **settings, **evaluation, **push)
     (folder / "prompt.txt").write_text("Search the village.\n", encoding="utf-8")
     return folder
 
@@ -162,10 +127,9 @@ def test_card_holds_the_evaluation(hub, pushed):
     evaluation = section(card_of(hub).text, "Evaluation")
     assert "At step 1" in evaluation
     figures = table(evaluation)
-    lines = (pushed / "rollouts" / "eval-000001-rank0.jsonl").read_text().splitlines()
-    rewards = [json.loads(line)["reward"] for line in lines]
-    assert len(rewards) == 2
-    assert figures["reward"] == f"{sum(rewards) / 2:.4f}"
+    rewards = [record["reward"] for record in read_lines(pushed / "rollouts" / "eval-000001-rank0.jsonl")]
+    assert len(rewards) == len(NAMES)
+    assert figures["reward"] == f"{sum(rewards) / len(NAMES):.4f}"
     assert "rollout/turns_mean" in figures and "rewards/first_id/mean" in figures
     # What only says how the machine or the optimiser was doing is not an evaluation.
     assert not {"runtime", "loss", "clip_ratio/region_mean", "time/rollout"} & set(figures)
@@ -215,7 +179,7 @@ def test_quick_start_of_the_card(hub, folder, pushed):
         torch.testing.assert_close(weight, saved[name.replace(".default", "")], rtol=0, atol=0)
     report = json.loads((folder / "evaluation" / "evaluation.json").read_text())
     assert report["model"] == REPO
-    assert report["results"]["all"]["num_rollouts"] == 2
+    assert report["results"]["all"]["num_rollouts"] == len(NAMES)
 
 
 def test_failed_push_keeps_the_adapter(hub, folder, model_folder):
@@ -230,7 +194,7 @@ def test_failed_push_keeps_the_adapter(hub, folder, model_folder):
     finally:
         hub.failing = None
     assert done.returncode != 0
-    assert "500 Server Error" in done.stderr[-600:], done.stderr[-3000:]
+    assert "500 Internal Server Error" in done.stderr[-600:], done.stderr[-3000:]
     base = AutoModelForCausalLM.from_pretrained(model_folder)
     model = PeftModel.from_pretrained(base, str(folder / "failed"))
     weights = {name: weight for name, weight in model.state_dict().items() if "lora_B" in name}

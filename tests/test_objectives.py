@@ -112,6 +112,7 @@ QUESTION = "What is the pet of Anna?"
         # MemSearcher
         ({"question": QUESTION, "reward_model": {"ground_truth": ["cat"]}}, QUESTION, [["cat"]]),
         ({"prompt": SEARCH_R1_PROMPT, "answer": "cat"}, QUESTION, [["cat"]]),
+        ({"prompt": "Question: An example?\n" + SEARCH_R1_PROMPT, "answer": "cat"}, QUESTION, [["cat"]]),
         ({"question": ["Who?", "What?"], "answers": [["a"], ["b"]]}, "Who?; What?", [["a"], ["b"]]),
         # The first known column that is filled counts.
         ({"question": "q", "golden_answers": ["a"], "answer": "b"}, "q", [["a"]]),

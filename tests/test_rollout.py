@@ -17,6 +17,10 @@ THIRD = f"<mem>A cat.</mem><think>Sure?</think>{call('cat')}"
 ANSWER = "<mem>A cat.</mem><think>Done.</think><answer>cat</answer>"
 
 
+class Cut(str):
+    """A turn that `max_completion_length` cut: it has no end of turn."""
+
+
 class Recorder(ReplayGenerator):
     """Written turns, and the prompts that were sent for them."""
 
@@ -43,7 +47,10 @@ class Tool:
 
 def run(protocol, turns, tool=None, max_turns=16, **kwargs):
     """Play written turns; gives the rollout, the prompts that were sent and the calls that were made."""
-    turns = [generation(protocol.tokenizer, turn) if isinstance(turn, str) else turn for turn in turns]
+    turns = [
+        generation(protocol.tokenizer, turn, end=not isinstance(turn, Cut)) if isinstance(turn, str) else turn
+        for turn in turns
+    ]
     generator, tool = Recorder(turns), tool or Tool()
     rollout = asyncio.run(
         play(
@@ -130,37 +137,33 @@ def test_text_after_the_call(tokenizer, context):
     assert [s.completion_ids for s in sequences] == [turn.completion_ids for turn in rollout.turns]
 
 
-def cut(tokenizer, text):
-    return generation(tokenizer, text, end=False)
-
-
 @pytest.mark.parametrize(
-    ("make", "outcome", "answer", "num_turns"),
+    ("turns", "outcome", "answer", "num_turns"),
     [
-        (lambda t: [FIRST, ANSWER], "answer", "cat", 2),
-        (lambda t: ["<answer></answer>"], "answer", "", 1),
-        (lambda t: [ANSWER + FIRST], "answer", "cat", 1),
-        (lambda t: ["I do not know."], "no_action", None, 1),
-        (lambda t: [FIRST, "<mem>Anna</mem>"], "no_action", None, 2),
-        (lambda t: [""], "no_action", None, 1),
-        (lambda t: [Generation([])], "no_action", None, 1),
-        (lambda t: [FIRST, Generation([])], "no_action", None, 2),
+        ([FIRST, ANSWER], "answer", "cat", 2),
+        (["<answer></answer>"], "answer", "", 1),
+        ([ANSWER + FIRST], "answer", "cat", 1),
+        (["I do not know."], "no_action", None, 1),
+        ([FIRST, "<mem>Anna</mem>"], "no_action", None, 2),
+        ([""], "no_action", None, 1),
+        ([Generation([])], "no_action", None, 1),
+        ([FIRST, Generation([])], "no_action", None, 2),
         # Cut by the length: also a call that was complete is not made; a complete answer counts.
-        (lambda t: [cut(t, "<think>I thin")], "truncated", None, 1),
-        (lambda t: [cut(t, FIRST)], "truncated", None, 1),
-        (lambda t: [cut(t, "<tool_call>{")], "truncated", None, 1),
-        (lambda t: [cut(t, ANSWER)], "answer", "cat", 1),
-        (lambda t: [cut(t, ANSWER + " and then")], "answer", "cat", 1),
-        (lambda t: [FIRST, "<tool_call>{}</tool_call>", ANSWER], "answer", "cat", 3),
-        (lambda t: [FIRST, SECOND, THIRD], "out_of_turns", None, 3),
-        (lambda t: [FIRST, SECOND, "<tool_call>{}</tool_call>"], "out_of_turns", None, 3),
-        (lambda t: [FIRST, SECOND, ANSWER], "answer", "cat", 3),
-        (lambda t: [FIRST, SECOND, "Hm."], "no_action", None, 3),
+        ([Cut("<think>I thin")], "truncated", None, 1),
+        ([Cut(FIRST)], "truncated", None, 1),
+        ([Cut("<tool_call>{")], "truncated", None, 1),
+        ([Cut(ANSWER)], "answer", "cat", 1),
+        ([Cut(ANSWER + " and then")], "answer", "cat", 1),
+        ([FIRST, "<tool_call>{}</tool_call>", ANSWER], "answer", "cat", 3),
+        ([FIRST, SECOND, THIRD], "out_of_turns", None, 3),
+        ([FIRST, SECOND, "<tool_call>{}</tool_call>"], "out_of_turns", None, 3),
+        ([FIRST, SECOND, ANSWER], "answer", "cat", 3),
+        ([FIRST, SECOND, "Hm."], "no_action", None, 3),
     ],
 )
-def test_outcomes(protocol, make, outcome, answer, num_turns):
+def test_outcomes(protocol, turns, outcome, answer, num_turns):
     """Each way for a rollout to end, with at most three turns."""
-    rollout, _, calls = run(protocol, make(protocol.tokenizer), max_turns=3)
+    rollout, _, calls = run(protocol, turns, max_turns=3)
     assert (rollout.outcome, rollout.answer, len(rollout.turns)) == (outcome, answer, num_turns)
     # The last turn's call is not made: nobody would read its result.
     assert len(calls) == sum(turn.outcome == "tool_call" for turn in rollout.turns[:-1])
@@ -170,7 +173,7 @@ def test_outcomes(protocol, make, outcome, answer, num_turns):
 
 def test_truncated_turn(protocol):
     """A cut turn has no call, is malformed, and an unclosed memory is none."""
-    rollout, _, _ = run(protocol, [FIRST, cut(protocol.tokenizer, "<mem>Anna has")])
+    rollout, _, _ = run(protocol, [FIRST, Cut("<mem>Anna has")])
     turn = rollout.turns[1]
     assert (turn.outcome, turn.well_formed, turn.call, turn.memory, turn.memory_span) == (
         "truncated",
@@ -179,12 +182,12 @@ def test_truncated_turn(protocol):
         None,
         None,
     )
-    turn = run(protocol, [cut(protocol.tokenizer, SECOND)])[0].turns[0]
+    turn = run(protocol, [Cut(SECOND)])[0].turns[0]
     assert (turn.outcome, turn.well_formed, turn.call) == ("truncated", False, None)
     # Its memory was complete before the cut.
     assert turn.memory == "Anna has a pet."
     # An answer that was complete before the cut makes a well-formed turn.
-    assert run(protocol, [cut(protocol.tokenizer, ANSWER)])[0].well_formed
+    assert run(protocol, [Cut(ANSWER)])[0].well_formed
 
 
 def test_bad_call(protocol):

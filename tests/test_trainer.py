@@ -85,6 +85,46 @@ def test_every_advantage_by_hand(short_folder, tmp_path):
     ]
     assert second.turns[2].memory_advantage == pytest.approx(1.161445, abs=5e-6)
     assert (first.reward, second.reward) == (1.0, 0.0)
+    # (2 * 0.387148 + 2 * 1.161445) / 4
+    assert trainer.state.log_history[0]["memory/advantage_abs_mean"] == pytest.approx(0.774297, abs=5e-6)
+
+
+def test_full_context_is_one_row_with_every_memory(short_folder, tmp_path):
+    """`context="full"`: all turns of a rollout in one row, each memory with the advantage of its own turn."""
+    trainer = train(
+        short_folder,
+        tmp_path,
+        script_of(*THREE_TURNS),
+        rewards=[[None, 0.3, 0.1], [None, -0.1, 0.5]],
+        memory_advantage_weight=0.5,
+        context="full",
+    )
+    first, second = played(trainer)
+    # The same values as above; a rollout is one row, so the weight is 2 / 2 * n / n = 1.
+    a = 0.707007
+    for rollout, sign, values, lengths in (
+        (first, 1, (0.193574, -0.193574), (4, 5)),
+        (second, -1, (-0.580722, 0.580722), (3, 3)),
+    ):
+        o = [len(turn.response_ids) for turn in rollout.turns[:2]]
+        blocks = [(sign * a, 50), (None, o[0]), (sign * a + values[0], lengths[0]), (sign * a, 51), (None, o[1])]
+        check_row(trainer, rollout.turns, 1.0, [*blocks, (sign * a + values[1], lengths[1]), (sign * a, 6)])
+    assert len(trainer.inputs_seen[0]["advantages"]) == 2
+
+
+def test_twelve_right_of_sixteen(short_folder, tmp_path):
+    """The worked value of the outcome: the group's mean is 0.75."""
+    trainer = train(
+        short_folder,
+        tmp_path,
+        script_of(*[["<answer>cat</answer>"]] * 3, ["<answer>dog</answer>"]),
+        num_generations=16,
+        per_device_train_batch_size=16,
+    )
+    # Std sqrt((12 * 0.0625 + 4 * 0.5625) / 15) = 0.447214: 0.25 / 0.447314 and -0.75 / 0.447314.
+    expected = [0.558892, 0.558892, 0.558892, -1.676676] * 4
+    assert [rollout.advantage for rollout in played(trainer)] == pytest.approx(expected, abs=1e-6)
+    assert trainer.state.log_history[0]["reward"] == 0.75
 
 
 def test_requests_come_in_the_order_of_the_rollouts(short_folder, tmp_path):

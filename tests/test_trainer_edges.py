@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import EOS, build, call, generation, gradient_of, played, row_of, script_of, train
-from transformers import AutoTokenizer
+from conftest import EOS, RecordedTrainer, build, call, generation, gradient_of, played, row_of, script_of, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mempo_trl.generation import Generation
 
 
 # Nothing to learn from
@@ -244,7 +246,9 @@ def logps_of(model, prompt, row):
 @pytest.mark.parametrize("mode", ["sequence_mask", "token_truncate"])
 def test_importance_ratios_of_the_policy_itself_change_nothing(mode, short_folder, tmp_path):
     """Sampling log-probabilities equal to the policy's: the gradients of a run without them, over several rows."""
-    script = script_of([call("a"), "<mem>m</mem>" + call("b"), "<mem>n</mem><answer>cat</answer>"], ["<answer>dog</answer>"])
+    script = script_of(
+        [call("a"), "<mem>m</mem>" + call("b"), "<mem>n</mem><answer>cat</answer>"], ["<answer>dog</answer>"]
+    )
     settings = dict(per_device_train_batch_size=1, gradient_accumulation_steps=2, max_grad_norm=0.0)
     plain = train(short_folder, tmp_path / "plain", script, **settings)
     engine = train(

@@ -11,6 +11,14 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from trl import TrlParser
+
+from ..retrieval.bm25 import BM25Retriever
+from ..retrieval.document import Document
+from ..retrieval.tool import SearchTool
+from .village_model import build_model, build_tokenizer
 
 
 logger = logging.getLogger(__name__)
@@ -71,14 +79,9 @@ class Objective:
         return f"What is the {self.attribute} of {chain}?"
 
     @property
-    def key(self) -> str:
-        """The name under which a memory lists the objective."""
-        return " ".join([self.name, self.relation, self.attribute] if self.relation else [self.name, self.attribute])
-
-    @property
-    def hops(self) -> int:
-        """How many searches it takes."""
-        return 2 if self.relation else 1
+    def slots(self) -> list[str]:
+        """What to look up, in this order; one search each."""
+        return [self.relation, self.attribute] if self.relation else [self.attribute]
 
 
 def parse_objectives(question: str) -> list[Objective]:
@@ -166,6 +169,13 @@ class Village:
         """One passage per person: `{"id", "title", "text"}`, the name being the title."""
         return [{"id": str(i), "title": name, "text": self.passage(name)} for i, name in enumerate(self.people)]
 
+    def texts(self) -> list[str]:
+        """Every word and phrase that prompts, tool responses and turns in this village are made of, for a tokenizer."""
+        words = [value for values in ATTRIBUTES.values() for value in values]
+        passages = [f"Doc 1(Title: {row['title']}) {row['text']}\n" for row in self.corpus()]
+        questions = "; ".join([Objective(next(iter(self.people)), key, RELATIONS[0]).text for key in ATTRIBUTES])
+        return [SYSTEM_PROMPT, "done", *words, *passages, questions]
+
     def answer(self, objective: Objective) -> str:
         """The true answer of an objective."""
         name = self.people[objective.name][objective.relation] if objective.relation else objective.name
@@ -244,7 +254,7 @@ class Village:
                     "golden_answers": [[self.answer(objective)] for objective in objectives],
                     "dataset": "village",
                     "num_objectives": len(objectives),
-                    "hops": [objective.hops for objective in objectives],
+                    "hops": [len(objective.slots) for objective in objectives],
                 }
             )
         return rows
@@ -266,9 +276,9 @@ class Village:
         """
         Script the rollout of an expert that works through the objectives one by one.
 
-        Each memory lists the objectives begun so far, each by its key and what was found for it last, such as
-        `Anna pet cat; Bob friend drink`. The expert acts on its memory alone: a wrong name is searched, a wrong value is
-        answered, and for a value that the memory lost it guesses.
+        Each memory lists the objectives begun so far as paths, such as `Anna pet cat; Bob friend Carl drink`: the pet
+        of Anna is a cat, the friend of Bob is Carl, and Carl's drink is pending. The expert acts on its memory alone: a
+        wrong name is searched, a wrong value is answered, and for a value that the memory lost it guesses.
 
         Args:
             row (`dict`):
@@ -278,75 +288,67 @@ class Village:
             search (`Callable`):
                 Returns the tool response to a query, for example a `SearchTool`.
             memory_mistake_rate (`float`, *optional*, defaults to `0.0`):
-                Probability, for each memory that has something to keep, that one thing in it goes wrong: a value is
-                dropped or replaced by another value of the attribute, equally often; the name of a related person is
-                always replaced.
+                Probability, for each memory that has something to keep, that the last finding of one of its objectives
+                goes wrong: a value is dropped with its path or replaced by another value of the attribute, equally
+                often; the name of a related person is always replaced.
 
         Returns:
             `dict`: `id`, `question`, `golden_answers`, `outcome`, `answer` (right or wrong) and `turns`, a list of
             `{"completion", "response", "outcome"}`.
         """
         objectives = parse_objectives(row["question"])
-        found: dict[int, str] = {}  # what the memory says, by objective; the name of the next person on the way
+        memory: dict[Objective, list[str]] = {}  # what the next memory says; dropped objectives are missing
         turns: list[dict] = []
-        current, name = 0, objectives[0].name
-        while current < len(objectives):
-            objective = objectives[current]
-            wanted = objective.relation if objective.relation and current not in found else objective.attribute
-            call = json.dumps({"name": "search", "arguments": {"query": name}})
-            memory = self._memory(objectives, found, current) if turns else ""
-            response = search(name)
-            value = self.people[name][wanted]
-            if value not in response:
-                raise ValueError(
-                    f"the search for {name!r} returned {response!r}, without the person's {wanted}; search the corpus of this village."
+        for objective in objectives:
+            path = memory[objective] = [objective.name]
+            for slot in objective.slots:
+                name = path[-1]
+                path.append(slot)
+                call = json.dumps({"name": "search", "arguments": {"query": name}})
+                action = f"<think>{name} {slot}</think><tool_call>{call}</tool_call>"
+                turns.append(
+                    {
+                        "completion": (_render_memory(memory) if turns else "") + action,
+                        "response": search(name),
+                        "outcome": "tool_call",
+                    }
                 )
-            turns.append(
-                {
-                    "completion": f"{memory}<think>{name} {wanted}</think><tool_call>{call}</tool_call>",
-                    "response": response,
-                    "outcome": "tool_call",
-                }
-            )
-            found[current] = value
-            if rng.random() < memory_mistake_rate:
-                self._spoil(objectives, found, rng)
-            if wanted == objective.attribute:
-                current += 1
-                name = objectives[current].name if current < len(objectives) else ""
-            else:
-                name = found[current]
+                value = self.people[name][slot]
+                if value not in turns[-1]["response"]:
+                    raise ValueError(
+                        f"the search for {name!r} returned {turns[-1]['response']!r} without the {slot} {value!r}; "
+                        f"`search` must search the corpus of this village."
+                    )
+                path.append(value)
+                if rng.random() < memory_mistake_rate:
+                    self._spoil(memory, rng)
         answers = [
-            found[i] if i in found else rng.choice(ATTRIBUTES[objective.attribute])
-            for i, objective in enumerate(objectives)
+            memory[objective][-1] if objective in memory else rng.choice(ATTRIBUTES[objective.attribute])
+            for objective in objectives
         ]
         answer = "; ".join(answers)
-        completion = f"{self._memory(objectives, found, current)}<think>done</think><answer>{answer}</answer>"
+        completion = f"{_render_memory(memory)}<think>done</think><answer>{answer}</answer>"
         turns.append({"completion": completion, "response": None, "outcome": "answer"})
         shared = {key: row[key] for key in ("id", "question", "golden_answers")}
         return shared | {"outcome": "answer", "answer": answer, "turns": turns}
 
-    def _memory(self, objectives: list[Objective], found: dict[int, str], current: int) -> str:
-        """The memory block: what was found, then the objective that is being worked on if nothing was found for it."""
-        entries = []
-        for i, objective in enumerate(objectives):
-            if i in found:
-                entries.append(f"{objective.key} {found[i]}")
-            elif i == current:
-                entries.append(objective.key)
-        return f"<mem>{'; '.join(entries)}</mem>"
-
-    def _spoil(self, objectives: list[Objective], found: dict[int, str], rng: random.Random) -> None:
+    def _spoil(self, memory: dict[Objective, list[str]], rng: random.Random) -> None:
         """Make one mistake in what the memory is about to say."""
-        if not found:
+        if not memory:
             return
-        i = rng.choice(sorted(found))
-        if found[i] in self.people:
-            found[i] = rng.choice([name for name in self.people if name != found[i]])
+        objective = rng.choice(list(memory))
+        path = memory[objective]
+        if path[-1] in self.people:
+            path[-1] = rng.choice([name for name in self.people if name != path[-1]])
         elif rng.random() < 0.5:
-            del found[i]
+            del memory[objective]
         else:
-            found[i] = rng.choice([v for v in ATTRIBUTES[objectives[i].attribute] if v != found[i]])
+            path[-1] = rng.choice([value for value in ATTRIBUTES[objective.attribute] if value != path[-1]])
+
+
+def _render_memory(memory: dict[Objective, list[str]]) -> str:
+    """The memory block of a turn."""
+    return f"<mem>{'; '.join(' '.join(path) for path in memory.values())}</mem>"
 
 
 @dataclass
@@ -378,6 +380,8 @@ class VillageArguments:
 
         > Scripted rollouts
 
+        retrieval_top_k (`int`, *optional*, defaults to `1`):
+            Passages per search.
         num_rollouts (`int`, *optional*, defaults to `2000`):
             Scripted rollouts for the cold start.
         rollout_objectives (`list[int]`, *optional*, defaults to `[1, 2, 3]`):
@@ -407,6 +411,7 @@ class VillageArguments:
     two_hop_frac: float = field(default=0.4, metadata={"help": "Share of the objectives that are two-hop chains."})
 
     # Scripted rollouts
+    retrieval_top_k: int = field(default=1, metadata={"help": "Passages per search."})
     num_rollouts: int = field(default=2000, metadata={"help": "Scripted rollouts for the cold start."})
     rollout_objectives: list[int] = field(
         default_factory=lambda: [1, 2, 3],
@@ -424,26 +429,49 @@ class VillageArguments:
     )
 
 
-def scripted_rollouts(args: VillageArguments, make_search: Callable[[list[dict]], Callable[[str], str]]) -> list[dict]:
+def scripted_rollouts(args: VillageArguments) -> list[dict]:
     """
     Script rollouts in practice villages, on training objectives only.
 
     Args:
         args ([`VillageArguments`]):
             How many, of what kind, and with how many mistakes.
-        make_search (`Callable`):
-            Makes the search of a practice village from its corpus.
 
     Returns:
         `list[dict]`: rollouts as from [`Village.expert_rollout`], shuffled.
     """
     rng = random.Random(f"rollouts {args.seed}")
-    rollouts = []
+    rollouts: list[dict] = []
     for i in range(args.num_practice_villages):
         village = Village.generate(args.seed, args.num_people, facts_seed=i)
         count = (args.num_rollouts - len(rollouts)) // (args.num_practice_villages - i)
         rows = village.questions("train", count, args.rollout_objectives, seed=i + 1, two_hop_frac=args.two_hop_frac)
-        search = make_search(village.corpus())
+        search = SearchTool(
+            BM25Retriever.from_corpus(Document(**passage) for passage in village.corpus()), top_k=args.retrieval_top_k
+        )
         rollouts += [village.expert_rollout(row, rng, search, args.memory_mistake_rate) for row in rows]
     rng.shuffle(rollouts)
     return rollouts
+
+
+def main(args: VillageArguments) -> None:
+    """Write the village, its questions, the scripted rollouts, and the untrained model with its tokenizer."""
+    village = Village.generate(args.seed, args.num_people)
+    files = {"corpus": village.corpus(), "rollouts": scripted_rollouts(args)}
+    for split, num_rows in (("train", args.num_train), ("test", args.num_test)):
+        files[split] = village.questions(split, num_rows, args.objectives, two_hop_frac=args.two_hop_frac)
+
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    tokenizer = build_tokenizer(village.texts())
+    tokenizer.save_pretrained(folder / "model")
+    build_model(tokenizer, seed=args.seed).save_pretrained(folder / "model")
+    logger.info("Wrote %s to %s.", ", ".join(f"{len(rows)} {name} rows" for name, rows in files.items()), folder)
+
+
+if __name__ == "__main__":
+    main(*TrlParser((VillageArguments,)).parse_args_and_config())

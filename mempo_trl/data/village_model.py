@@ -11,8 +11,6 @@ TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in ("mem", "think", "tool_call", "a
 CALL_TOKENS = ('{"name": "search", "arguments": {"query": "', '"}}')
 """The fixed parts of a search call; as one token each they make every turn a good deal shorter."""
 
-INIT = 0.08
-MIM = ''
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -67,7 +65,7 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast,
-    hidden_size: int = 128,
+    hidden_size: int = 64,
     num_layers: int = 3,
     num_heads: int = 4,
     seed: int = 0,
@@ -78,7 +76,7 @@ def build_model(
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
             Gives the vocabulary and the ids of end and padding.
-        hidden_size (`int`, *optional*, defaults to `128`):
+        hidden_size (`int`, *optional*, defaults to `64`):
             Width of the model.
         num_layers (`int`, *optional*, defaults to `3`):
             Number of layers; copying from the context needs at least two.
@@ -99,21 +97,21 @@ def build_model(
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         max_position_embeddings=2048,
-        initializer_range=INIT,
+        initializer_range=hidden_size**-0.5,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    # Copying a word to a place where it has no leading space is easier if both forms start from the same embedding.
-    if MIM:
-        for layer in model.model.layers:
-            at = layer.self_attn
-            if "k" in MIM: at.k_proj.weight.data.copy_(at.q_proj.weight.data)
-            if "v" in MIM: at.o_proj.weight.data.copy_(at.v_proj.weight.data.T)
+    # The agent's work is copying, so the weights start close to it (https://huggingface.co/papers/2305.09828 does the
+    # like for vision): a token attends to equal ones (K = Q) and passes on what it attends to (O = V transposed).
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.copy_(layer.self_attn.q_proj.weight.data)
+        layer.self_attn.o_proj.weight.data.copy_(layer.self_attn.v_proj.weight.data.T)
+    # A word is written with a leading space in some places and without in others: both start from similar embeddings.
     vocab = tokenizer.get_vocab()
-    embeddings = model.get_input_embeddings().weight.data
+    embeddings = model.get_input_embeddings().weight.data  # (V, H)
     for token, i in vocab.items():
         if token.startswith("Ġ") and token[1:] in vocab:
             embeddings[i] = (embeddings[i] + 3 * embeddings[vocab[token[1:]]]) / 10**0.5

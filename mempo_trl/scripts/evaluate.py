@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.metadata
+import re
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import set_seed
 from trl import ModelConfig, TrlParser
+from trl.scripts.utils import get_git_commit_hash
 
 from mempo_trl import load_questions
 from mempo_trl.evaluation import (
@@ -105,6 +107,11 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         max_tool_response_length=args.max_tool_response_length,
     )
     max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if max_length is not None and args.max_completion_length >= max_length:
+        raise ValueError(
+            f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in all; "
+            "lower it."
+        )
     done = []
     start = time.perf_counter()
     with tqdm(total=len(questions), desc="Questions") as bar:
@@ -131,6 +138,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         "retrieval": asdict(retrieval_args),
         "tokens_counted": "prompt and completion of every turn, system prompt and question included",
         "seconds": round(time.perf_counter() - start, 2),
+        "commit": get_git_commit_hash("mempo_trl"),
         "versions": {name: importlib.metadata.version(name) for name in ("mempo_trl", "transformers", "torch", "trl")},
         "results": figures,
     }
@@ -144,7 +152,7 @@ def print_table(figures: dict[str, dict]) -> None:
     table = Table(title=f"normaliser: {figures['all']['normalizer']}")
     columns = ("exact_match", "f1", "format_ok_frac", "tokens_total_mean", "tokens_peak_mean", "turns_mean")
     for column in ("objectives", "rollouts", *columns):
-        table.add_column(column, justify="right")
+        table.add_column(re.sub("_(mean|frac)$", "", column).replace("_", "\n"), justify="right")
     for name, row in figures.items():
         table.add_row(
             name, str(row["num_rollouts"]), *(f"{row[c]:.3f}" if row[c] < 10 else f"{row[c]:.0f}" for c in columns)

@@ -64,7 +64,10 @@ def load_reward_func(name: str):
         raise ValueError(f"There is no reward function {name!r}. Use one of {sorted(REWARD_FUNCS)} or a dotted path.")
     module, function = name.rsplit(".", 1)
     sys.path.insert(0, os.getcwd())
-    return vars(importlib.import_module(module))[function]
+    functions = vars(importlib.import_module(module))
+    if function not in functions:
+        raise ValueError(f"The module {module!r} has no reward function {function!r}.")
+    return functions[function]
 
 
 def main(

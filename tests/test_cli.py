@@ -1,0 +1,155 @@
+"""The `mempo` command: what it lists, what it passes on, and what it refuses before anything is started."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+from user_folder import make_user_folder
+
+from mempo_trl import cli
+from mempo_trl.scripts import collect, evaluate, sft, train
+
+
+CPU_CONFIG = str(REPOSITORY / "recipes" / "accelerate_configs" / "cpu.yaml")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_user_folder(tmp_path_factory.mktemp("cli"))
+
+
+def test_console_command():
+    """The installed `mempo` is this command line."""
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="mempo")
+    assert entry.load() is cli.main
+
+
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]])
+def test_usage(argv, capsys):
+    """Without a command, and with `--help`, the commands are listed."""
+    assert cli.main(argv) == 0
+    usage = capsys.readouterr().out
+    for name in ("train", "sft", "evaluate", "collect"):
+        assert f"  {name} " in usage
+
+
+def test_unknown_command(capsys):
+    """A command that does not exist is named, with those that do, and the exit status is 2."""
+    assert cli.main(["trian", "--config", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "'trian'" in error and "train, sft, evaluate, collect" in error
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("train", ["--memory_prob_threshold", "--corpus_path", "--lora_r", "--reward_funcs"]),
+        ("sft", ["--rollouts", "--max_length", "--lora_r"]),
+        ("evaluate", ["--max_questions", "--index_path", "--model_name_or_path"]),
+        ("collect", ["--output_file", "--retrieval_top_k"]),
+    ],
+)
+def test_help_of_a_command(name, options, capsys):
+    """`mempo COMMAND --help` lists the arguments of the command and ends well."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: mempo {name}" in text
+    assert all(option in text for option in options)
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list:
+    """What would be launched, instead of launching it."""
+    launched = []
+    monkeypatch.setattr(cli, "launch_command", launched.append)
+    return launched
+
+
+def test_arguments_of_the_launcher_are_told_apart(folder, launched):
+    """
+    What is for `accelerate launch` goes there, from the command line and from the recipe; the rest goes to the script in
+    its order, even where a value looks like one of the launcher's.
+    """
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"main_process_port": 29511}
+    (folder / "launch.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    given = ["--max_turns", "8", "--config", str(folder / "launch.yaml"), "--accelerate_config", CPU_CONFIG]
+    given += ["--output_dir", "8", "--num_processes", "8", "--reward_funcs", "f1_reward", "format_reward"]
+    assert cli.main(["train", *given]) == 0
+    (launch,) = launched
+    assert (launch.config_file, launch.num_processes, launch.main_process_port) == (CPU_CONFIG, 8, 29511)
+    assert launch.module and launch.training_script == "mempo_trl.scripts.train"
+    assert launch.training_script_args == [
+        *("--max_turns", "8", "--config", str(folder / "launch.yaml"), "--output_dir", "8"),
+        *("--reward_funcs", "f1_reward", "format_reward"),
+    ]
+
+
+def test_a_batch_for_all_processes_together(folder, launched):
+    """A group that is spread over the processes is not refused by the launcher, which is only one of them."""
+    given = ["--config", str(folder / "recipe.yaml"), "--num_processes", "8", "--num_generations", "16"]
+    assert cli.main(["train", *given]) == 0
+    assert launched[0].num_processes == 8
+
+
+def test_names_of_accelerate_configs(folder, launched):
+    """`--accelerate_config` takes the names of the `trl` command, and refuses others by name."""
+    given = ["train", "--config", str(folder / "recipe.yaml"), "--accelerate_config"]
+    assert cli.main([*given, "zero2"]) == 0
+    assert launched[0].config_file.endswith("zero2.yaml") and Path(launched[0].config_file).is_file()
+    with pytest.raises(ValueError, match="Accelerate config nonsense"):
+        cli.main([*given, "nonsense"])
+
+
+@pytest.mark.parametrize("name", ["train", "sft", "evaluate", "collect"])
+def test_unknown_argument_is_named(name, folder, launched):
+    """An argument that nothing knows is an error with its name, and nothing is started."""
+    required = {
+        "train": ["--config", str(folder / "recipe.yaml")],
+        "sft": ["--rollouts", "x"],
+        "evaluate": ["--dataset_name", "x", "--output_dir", "x", "--model_name_or_path", "x"],
+        "collect": ["--dataset_name", "x", "--output_file", "x"],
+    }
+    for unknown in (["--max_turnz", "3"], ["--max_turnz=3"]):
+        with pytest.raises(ValueError, match="--max_turnz"):
+            cli.main([name, *required[name], *unknown])
+    assert not launched
+
+
+def test_recipe_without_its_option(folder, launched):
+    """A recipe that is given without `--config` is an error which says how it is given."""
+    with pytest.raises(ValueError, match=r"'recipe.yaml' belongs to no argument. .*--config"):
+        cli.main(["train", "recipe.yaml", "--dataset_name", "questions.jsonl"])
+    assert not launched
+
+
+@pytest.mark.parametrize("name, missing", [("train", "dataset_name"), ("sft", "rollouts"), ("evaluate", "output_dir")])
+def test_missing_argument_is_named(name, missing, launched, capsys):
+    """A required argument that is missing is named, and nothing is started."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name])
+    assert ended.value.code == 2
+    assert f"--{missing}" in capsys.readouterr().err
+    assert not launched
+
+
+def test_missing_recipe_is_named(launched):
+    """A recipe that does not exist is an error with its path."""
+    with pytest.raises(FileNotFoundError, match="no-recipe.yaml"):
+        cli.main(["train", "--config", "no-recipe.yaml"])
+
+
+def test_parsers_know_their_defaults():
+    """The four parsers build their arguments from the required ones alone."""
+    required = {
+        collect: ["--dataset_name", "q", "--output_file", "o"],
+        evaluate: ["--dataset_name", "q", "--output_dir", "o"],
+        sft: ["--rollouts", "a", "b", "--use_cpu", "--bf16", "false"],
+        train: ["--dataset_name", "q", "--use_cpu", "--bf16", "false"],
+    }
+    for script, given in required.items():
+        first, *_ = script.make_parser().parse_args_and_config(given)
+        assert vars(first)["rollouts" if script is sft else "dataset_name"] in ("q", ["a", "b"])
