@@ -290,14 +290,12 @@ def standardised(groups):
     return advantages
 
 
-PER_ROLLOUT = ("grpo", "sapo", "dr_grpo", "luspo")
-
-
 @pytest.mark.parametrize(
     ("loss_type", "micro_batches", "even", "bias_correction"),
-    [(loss_type, micro, False, False) for loss_type in (*PER_ROLLOUT, "dapo") for micro in (1, 2, 4)]
-    + [(loss_type, 4, True, False) for loss_type in PER_ROLLOUT]
-    + [(loss_type, 2, False, True) for loss_type in (*PER_ROLLOUT, "dapo")]
+    [(loss_type, micro, False, False) for loss_type in ("grpo", "dr_grpo") for micro in (1, 2, 4)]
+    + [(loss_type, 4, False, False) for loss_type in ("sapo", "luspo", "dapo")]
+    + [(loss_type, 4, True, False) for loss_type in ("grpo", "luspo")]
+    + [(loss_type, 2, False, True) for loss_type in ("grpo", "sapo", "dr_grpo", "luspo")]
     + [(loss_type, 1, False, False) for loss_type in ("bnpo", "cispo", "vespo")],
 )
 def test_sequences_do_not_change_the_loss(loss_type, micro_batches, even, bias_correction, short_folder, tmp_path):
