@@ -41,7 +41,7 @@ class MemPOConfig(GRPOConfig):
             Turns after which a rollout without an answer ends.
         system_prompt (`str`, *optional*):
             System prompt instead of the default one: a text, or the path of a text file. `{tools}` in it stands for
-            the JSON schemas of the tools.
+            the JSON schemas of the tools, which the chat template then does not state again.
         chat_template_path (`str`, *optional*):
             Chat template instead of the tokenizer's own: a Jinja file, or `"chatml"`. It is saved with the model.
         max_tool_response_length (`int`, *optional*):

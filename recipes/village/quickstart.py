@@ -32,7 +32,9 @@ def main(output_dir: str) -> None:
     out = Path(output_dir)
     village, start = out / "village", time.perf_counter()
     seconds = {}
-    seconds["village"] = run("mempo_trl.data.village", "--config", f"{RECIPES}/village.yaml", "--output_dir", f"{village}")
+    seconds["village"] = run(
+        "mempo_trl.data.village", "--config", f"{RECIPES}/village.yaml", "--output_dir", f"{village}"
+    )
     seconds["sft"] = run(
         "mempo_trl.cli", "sft", "--config", f"{RECIPES}/sft/config.yaml",
         "--model_name_or_path", f"{village}/model", "--rollouts", f"{village}/rollouts.jsonl",
