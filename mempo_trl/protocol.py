@@ -13,32 +13,30 @@ from .token_spans import decode, token_spans, tokens_of
 from .tools import Toolbox
 
 
+_SYSTEM_PROMPT = """You answer questions by searching, in turns.{rule}
+
+Write each turn in this form:
+{memory}<think>your reasoning about what to do next</think>
+and then either one search
+<tool_call>
+{"name": "search", "arguments": {"query": "what to search for"}}
+</tool_call>
+or, as soon as you know enough, the answer
+<answer>the answer</answer>
+
+The answer is a name or a few words, without explanation. If several questions are asked, answer all of them in their order in one answer, separated by semicolons: <answer>a1; a2</answer>."""
+_MEMORY_RULE = (
+    " In each turn you see only the question and your previous turn with its tool response, nothing earlier: whatever "
+    "you will need later has to be in your memory."
+)
+_MEMORY_FORM = (
+    "<mem>everything worth keeping from your earlier memory and the last tool response, and what is still missing "
+    "(from the second turn on)</mem>\n"
+)
+
 SYSTEM_PROMPTS = {
-    "memory": """You answer questions by searching, in turns. In each turn you see only the question and your previous turn with its tool response, nothing earlier: whatever you will need later has to be in your memory.
-
-Write each turn in this form:
-<mem>everything worth keeping from your earlier memory and the last tool response, and what is still missing (from the second turn on)</mem>
-<think>your reasoning about what to do next</think>
-and then either one search
-<tool_call>
-{"name": "search", "arguments": {"query": "what to search for"}}
-</tool_call>
-or, as soon as you know enough, the answer
-<answer>the answer</answer>
-
-The answer is a name or a few words, without explanation. If several questions are asked, answer all of them in their order in one answer, separated by semicolons: <answer>a1; a2</answer>.""",
-    "full": """You answer questions by searching, in turns.
-
-Write each turn in this form:
-<think>your reasoning about what to do next</think>
-and then either one search
-<tool_call>
-{"name": "search", "arguments": {"query": "what to search for"}}
-</tool_call>
-or, as soon as you know enough, the answer
-<answer>the answer</answer>
-
-The answer is a name or a few words, without explanation. If several questions are asked, answer all of them in their order in one answer, separated by semicolons: <answer>a1; a2</answer>.""",
+    "memory": _SYSTEM_PROMPT.replace("{rule}", _MEMORY_RULE).replace("{memory}", _MEMORY_FORM),
+    "full": _SYSTEM_PROMPT.replace("{rule}", "").replace("{memory}", ""),
 }
 """Default system prompt of each `context`. The tools are added by the chat template or, where it can't, as text."""
 
