@@ -4,8 +4,13 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from .memory_reward import ANSWER_TEMPLATE, FILTERS
 
+ANSWER_TEMPLATE = (
+    "\n<think>\nI have sufficient information to provide the final answers.\n</think>\n<answer>\n{answer}\n</answer>"
+)
+"""The continuation whose answer tokens are scored, as in the published code."""
+
+TOKEN_FILTERS = ("independent", "joint", "history", "none")
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
@@ -158,7 +163,7 @@ class MemPOConfig(GRPOConfig):
         default="independent",
         metadata={
             "help": "Which answer tokens count: 'independent' (published), 'joint', 'history' or 'none'.",
-            "choices": list(FILTERS),
+            "choices": list(TOKEN_FILTERS),
         },
     )
     memory_baseline: str = field(
@@ -201,7 +206,7 @@ class MemPOConfig(GRPOConfig):
         super().__post_init__()
         _choose("context", self.context, ("memory", "full"))
         _choose("loss_type", self.loss_type, LOSS_TYPES)
-        _choose("memory_token_filter", self.memory_token_filter, FILTERS)
+        _choose("memory_token_filter", self.memory_token_filter, TOKEN_FILTERS)
         _choose("memory_baseline", self.memory_baseline, ("history", "previous"))
         _choose("memory_answer", self.memory_answer, ("joint", "objectives"))
         _choose("memory_credit", self.memory_credit, ("all", "successful"))

@@ -6,17 +6,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from .config import ANSWER_TEMPLATE
 from .rollout import Rollout
 from .scoring import ScoringRequest
 from .token_spans import decode, token_spans, tokens_of
-
-
-ANSWER_TEMPLATE = (
-    "\n<think>\nI have sufficient information to provide the final answers.\n</think>\n<answer>\n{answer}\n</answer>"
-)
-"""The continuation whose answer tokens are scored, as in the published code."""
-
-FILTERS = ("independent", "joint", "history", "none")
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig
 
 from mempo_trl import MemPOConfig
-from mempo_trl.config import LOSS_TYPES
-from mempo_trl.memory_reward import ANSWER_TEMPLATE
+from mempo_trl.config import ANSWER_TEMPLATE, LOSS_TYPES
 
 
 OWN_FIELDS = [

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 from transformers import TrainerControl, TrainerState
 
+from mempo_trl.config import ANSWER_TEMPLATE, TOKEN_FILTERS
 from mempo_trl.memory_reward import (
-    ANSWER_TEMPLATE,
-    FILTERS,
     MemoryRewardCallback,
     answer_probability,
     keep_confident,
@@ -217,7 +216,7 @@ def test_answer_forms_by_hand():
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-20, 0, width=32), st.floats(-20, 0, width=32)), min_size=1, max_size=6),
-    st.sampled_from(FILTERS),
+    st.sampled_from(TOKEN_FILTERS),
     st.floats(0, 1),
 )
 def test_probabilities_stay_in_range(pairs, token_filter, threshold):
