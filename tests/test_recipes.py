@@ -94,7 +94,9 @@ def test_recipe_is_parsed(path, parse):
     parsed = {}
     for part in parse(path, processes=processes_of(path)):
         parsed |= vars(part)
-    assert set(recipe) <= set(parsed)
+    # What the script does not know is for `accelerate launch`, which a recipe may hold as well.
+    launch = {action.dest for action in launch_command_parser()._actions} if script_of(path) in LAUNCHED else set()
+    assert set(recipe) <= set(parsed) | launch
     for name in ("output_dir", "max_turns", "memory_token_filter", "max_tool_response_length", "lora_r", "use_vllm"):
         if name in recipe:
             assert parsed[name] == recipe[name]
