@@ -4,7 +4,11 @@ import json
 import os
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
+from .parsing import parse_turn
 from .rollout import Rollout, Turn
+from .token_spans import decode, token_spans
 
 
 OUTCOMES = ("answer", "no_action", "truncated", "out_of_turns", "out_of_context")
@@ -77,7 +81,7 @@ def total_tokens(rollout: Rollout) -> int:
 
 def peak_tokens(rollout: Rollout) -> int:
     """Most tokens that a rollout holds at once: prompt and completion of its longest turn, system prompt included."""
-    return max(len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns)
+    return max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns), default=0)
 
 
 def memory_markers(turn: Turn) -> list[int]:
@@ -89,17 +93,22 @@ def memory_markers(turn: Turn) -> list[int]:
     return markers
 
 
-def rollout_record(rollout: Rollout, ids: bool = False, **extra) -> dict:
+def rollout_record(
+    rollout: Rollout, *, tokenizer: PreTrainedTokenizerBase | None = None, ids: bool = False, **extra
+) -> dict:
     """
     A rollout as a JSON object.
 
     Args:
         rollout ([`~mempo_trl.rollout.Rollout`]):
             A played rollout.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            With it the record holds the decoded prompts too: the prefix once, and per turn what follows the prefix.
         ids (`bool`, *optional*, defaults to `False`):
-            Whether token ids and log-probabilities are part of it.
+            Whether token ids and log-probabilities are part of it, and with a tokenizer the text of each token.
         extra:
-            Further fields, such as the training step.
+            Further fields: `id` and `dataset` of the question, `sample`, `rewards` per function, `memory_weight`,
+            `step`, `mode`, `seconds`, `error`.
 
     Returns:
         `dict`: Text, outcome and credit of the rollout and of each turn.
@@ -111,6 +120,7 @@ def rollout_record(rollout: Rollout, ids: bool = False, **extra) -> dict:
             "outcome": turn.outcome,
             "well_formed": turn.well_formed,
             "memory": turn.memory,
+            "think": _think_text(turn),
             "call": turn.call,
             "error": turn.error,
             "response": turn.response,
@@ -126,9 +136,14 @@ def rollout_record(rollout: Rollout, ids: bool = False, **extra) -> dict:
             "A_M": turn.memory_advantage,
             "mem_rewards_idx_list": memory_markers(turn),
         }
+        if tokenizer is not None:
+            record["prompt"] = decode(tokenizer, turn.prompt_ids[len(rollout.prefix_ids) :])
         if ids:
             record |= {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logps": turn.logps}
+        if ids and tokenizer is not None:
+            record["tokens"] = _token_texts(tokenizer, turn.completion_ids)
         turns.append(record)
+    prefix = {} if tokenizer is None else {"prefix": decode(tokenizer, rollout.prefix_ids)}
     return {
         **extra,
         "question": rollout.question,
@@ -140,8 +155,25 @@ def rollout_record(rollout: Rollout, ids: bool = False, **extra) -> dict:
         "A_T": rollout.advantage,
         "tokens_total": total_tokens(rollout),
         "tokens_peak": peak_tokens(rollout),
+        "prefix_tokens": len(rollout.prefix_ids),
+        **prefix,
         "turns": turns,
     }
+
+
+def _think_text(turn: Turn) -> str | None:
+    think = parse_turn(turn.text, lambda name, arguments: None).think
+    return None if think is None else turn.text[think.inner_start : think.inner_end]
+
+
+def _token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """One text per token, joined the text of all: a character of several tokens is the text of the first of them."""
+    text, spans = token_spans(tokenizer, ids)
+    texts, done = [], 0
+    for start, end in spans:
+        texts.append(text[max(start, done) : end])
+        done = max(done, end)
+    return texts
 
 
 class RolloutWriter:

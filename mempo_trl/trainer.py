@@ -1,5 +1,6 @@
 """[`MemPOTrainer`]: glue between TRL's hooks and the rollouts, memory rewards and sequences of this package."""
 
+import math
 import textwrap
 import time
 from collections.abc import Callable
@@ -187,6 +188,7 @@ class MemPOTrainer(GRPOTrainer):
         # The generation batch in work: rows, rollouts and the sequences they gave.
         self._rows: list[dict] = []
         self._rollouts: list[Rollout] = []
+        self._rewards: list[dict[str, float]] = []
         self._sequences: list[Sequence] = []
         self._policy_logps: torch.Tensor | None = None
 
@@ -208,7 +210,7 @@ class MemPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(self._rows)
         self._spread_advantages(output)
         self._write_rollouts()
-        self._rows, self._rollouts, self._sequences = [], [], []
+        self._rows, self._rollouts, self._rewards, self._sequences = [], [], [], []
         return output
 
     def _generate(self, prompts: list) -> tuple:
@@ -332,7 +334,9 @@ class MemPOTrainer(GRPOTrainer):
         rewards_per_func = super()._calculate_rewards(rows, prompts, completions, completion_ids)
         weights = self.reward_weights.to(rewards_per_func.device)
         start = self.accelerator.process_index * len(rows)
-        for rollout, rewards in zip(self._rollouts, rewards_per_func[start : start + len(rows)], strict=True):
+        own_rewards = rewards_per_func[start : start + len(rows)]
+        self._rewards = [dict(zip(self.reward_func_names, row, strict=True)) for row in own_rewards.tolist()]
+        for rollout, rewards in zip(self._rollouts, own_rewards, strict=True):
             if not rewards.isnan().all():
                 rollout.reward = (rewards * weights).nansum().item()
         return rewards_per_func
@@ -452,9 +456,23 @@ class MemPOTrainer(GRPOTrainer):
             return
         mode = "train" if self.model.training else "eval"
         step = self.state.global_step
-        records = [
-            rollout_record(rollout, ids=self.args.log_rollout_ids, step=step, mode=mode) for rollout in self._rollouts
-        ]
+        records = []
+        for row, rollout, rewards in zip(self._rows, self._rollouts, self._rewards, strict=True):
+            of_row = {name: row[name] for name in ("id", "dataset") if name in row}
+            # NaN, the reward that a function could not give, is no JSON.
+            rewards = {name: None if math.isnan(value) else value for name, value in rewards.items()}
+            records.append(
+                rollout_record(
+                    rollout,
+                    tokenizer=self._tokenizer,
+                    ids=self.args.log_rollout_ids,
+                    **of_row,
+                    step=step,
+                    mode=mode,
+                    rewards=rewards,
+                    memory_weight=self.args.memory_advantage_weight,
+                )
+            )
         self._rollout_writer.write(records, mode, step)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from conftest import call, generation, play_script
+from conftest import call, generation, play_script, search
 
+from mempo_trl.generation import Generation
 from mempo_trl.monitoring import (
     OUTCOMES,
     RolloutWriter,
@@ -15,6 +16,7 @@ from mempo_trl.monitoring import (
     total_tokens,
 )
 from mempo_trl.protocol import Protocol
+from mempo_trl.rollout import Rollout
 from mempo_trl.tools import NO_RESULTS, Toolbox
 
 
@@ -186,6 +188,59 @@ def test_record_is_json_and_complete(protocol, tokenizer):
     with_ids = rollout_record(rollout, ids=True)["turns"][1]
     assert with_ids["completion_ids"] == turn.completion_ids and with_ids["prompt_ids"] == turn.prompt_ids
     assert with_ids["logps"] == [-0.25] * len(turn.completion_ids)
+
+
+@pytest.mark.parametrize("context", ["memory", "full"])
+def test_record_with_a_tokenizer_holds_the_prompts(tokenizer, context):
+    """The prefix once, and per turn what follows it: together with the completion, exactly what the model read."""
+    protocol = Protocol(tokenizer, Toolbox([search], retries=0), context=context, system_prompt="Search.")
+    turns = [
+        "<think>go</think>" + call("Anna"),
+        "<mem>a</mem><think>\nso\n</think>" + call("Bo"),
+        "<answer>cat</answer>",
+    ]
+    rollout = play_script(protocol, turns)
+    record = json.loads(json.dumps(rollout_record(rollout, tokenizer=tokenizer)))
+    assert record["prefix"].endswith("assistant\n") and "What is the pet of Anna?" in record["prefix"]
+    assert record["prefix_tokens"] == len(rollout.prefix_ids)
+    for turn, written in zip(rollout.turns, record["turns"], strict=True):
+        assert record["prefix"] + written["prompt"] == tokenizer.decode(turn.prompt_ids)
+    first, second, third = (turn["prompt"] for turn in record["turns"])
+    assert first == "" and second.startswith(turns[0]) and "has a cat" in second
+    assert third.startswith(turns[1] if context == "memory" else second + turns[1])
+    assert [turn["think"] for turn in record["turns"]] == ["go", "\nso\n", None]
+    without = rollout_record(rollout)
+    assert "prefix" not in without and not any("prompt" in turn or "tokens" in turn for turn in without["turns"])
+
+
+def test_token_texts_join_to_the_completion(tokenizer):
+    """One text per sampled token, the end of the turn included; a character of three tokens is in the first of them."""
+    protocol = Protocol(tokenizer, Toolbox([search], retries=0), system_prompt="Search.")
+    rollout = play_script(protocol, ["<mem>猫é</mem><answer>c</answer>"])
+    (turn,) = rollout_record(rollout, tokenizer=tokenizer, ids=True)["turns"]
+    assert turn["tokens"] == ["<mem>", "猫", "", "", "é", "", "</mem>", "<answer>", "c", "</answer>", "<|im_end|>"]
+    assert len(turn["tokens"]) == len(turn["completion_ids"]) == len(turn["mem_rewards_idx_list"])
+    assert "tokens" not in rollout_record(rollout, ids=True)["turns"][0]
+
+
+@pytest.mark.parametrize("name", ["qwen_tokenizer", "smollm2_tokenizer"])
+def test_token_texts_of_real_tokenizers(name, request):
+    """Also where tokens are parts of characters, and for a sampled split that the tokenizer would not choose."""
+    tokenizer = request.getfixturevalue(name)
+    text = "<mem>Reed 里德学院 🦜 naïve</mem>\n<answer>42%</answer>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = [one for char in text for one in tokenizer(char, add_special_tokens=False)["input_ids"]] + ids
+    protocol = Protocol(tokenizer, Toolbox([search], retries=0), system_prompt="Search.")
+    rollout = play_script(protocol, [Generation(ids, None, "stop")])
+    (turn,) = rollout_record(rollout, tokenizer=tokenizer, ids=True)["turns"]
+    assert len(turn["tokens"]) == len(ids) and "".join(turn["tokens"]) == text + text
+
+
+def test_a_failed_rollout_has_a_record():
+    """A rollout that failed before its first turn is written with its error, and costs nothing."""
+    record = rollout_record(Rollout("q", [["a"]], [1, 2], outcome="failed"), error="server is gone", id="7", sample=0)
+    assert (record["outcome"], record["error"], record["turns"]) == ("failed", "server is gone", [])
+    assert (record["tokens_total"], record["tokens_peak"]) == (0, 0)
 
 
 def test_writer_appends_within_a_run_and_starts_anew_in_the_next(tmp_path):

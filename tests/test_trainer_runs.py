@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mempo_trl import MemoryRewardCallback, MemPOTrainer, RolloutCallback
 from mempo_trl.memory_reward import make_answer
+from mempo_trl.rewards import exact_match_reward
 
 
 RIGHT = [call("a"), "<mem>a cat</mem>" + call("b"), "<mem>cat</mem><answer>cat</answer>"]
@@ -302,6 +303,23 @@ def test_rollouts_are_dumped(short_folder, tmp_path):
         assert isinstance(turn["A_M"], float) and len(turn["mem_rewards_idx_list"]) == len(turn["completion_ids"])
     train(short_folder, tmp_path / "off", script_of(RIGHT, WRONG), log_rollouts=False)
     assert not (tmp_path / "off" / "rollouts").exists()
+
+
+def test_the_dump_says_which_question_and_which_rewards(short_folder, tmp_path):
+    """`id` and `dataset` of the row, λ, the prompts, and each function's reward; one it could not give is null."""
+
+    def bonus(completions, **kwargs):
+        return [None, 0.5]
+
+    data = dataset(id=["q7"] * 4, dataset=["pets"] * 4)
+    train(short_folder, tmp_path, script_of(RIGHT, WRONG), data=data, reward_funcs=[exact_match_reward, bonus])
+    path = tmp_path / "rollouts" / "train-000000-rank0.jsonl"
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert (first["id"], first["dataset"], first["memory_weight"]) == ("q7", "pets", 1.0)
+    assert first["rewards"] == {"exact_match_reward": 1.0, "bonus": None} and first["reward"] == 1.0
+    assert second["rewards"] == {"exact_match_reward": 0.0, "bonus": 0.5} and second["reward"] == 0.5
+    assert "What is the pet of Anna?" in first["prefix"] and first["turns"][1]["prompt"].startswith(RIGHT[0])
+    assert "tokens" not in first["turns"][0]
 
 
 # Reward functions
