@@ -4,9 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+
+if TYPE_CHECKING:
+    from .rollout import Rollout
+
+
+class GenerationError(RuntimeError):
+    """A turn could not be sampled, for good: its rollout fails. What to do about the other rollouts is the caller's."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +39,59 @@ class Generation:
 class Generator:
     """What [`~mempo_trl.rollout.play`] asks for its turns."""
 
-    async def generate(self, prompt_ids: list[int]) -> Generation:
+    max_concurrency: int | None = None
+    """Rollouts that [`~Generator.run`] plays at the same time; `None` for all."""
+
+    async def generate(self, prompt_ids: list[int], rollout: "Rollout | None" = None) -> Generation:
         """
         Sample one turn.
 
         Args:
             prompt_ids (`list[int]`):
                 Token ids of the whole prompt.
+            rollout ([`~mempo_trl.rollout.Rollout`], *optional*):
+                The rollout so far, for a generator that works on messages. Most ignore it.
 
         Returns:
             [`Generation`]
         """
         raise NotImplementedError
+
+    async def run(self, rollouts: list[Coroutine], numbers: list[int] | None = None) -> list[Any]:
+        """
+        Play rollouts that take their turns from this generator, each at its own pace.
+
+        Args:
+            rollouts (`list[Coroutine]`):
+                Calls of [`~mempo_trl.rollout.play`], not yet awaited.
+            numbers (`list[int]`, *optional*):
+                A number per rollout from which its seeds are derived. Defaults to counting on, over all runs of this
+                generator.
+
+        Returns:
+            `list`: Their results, in order. If one raises, the others are cancelled and its exception rises.
+        """
+        results = [None] * len(rollouts)
+        waiting = iter(zip(range(len(rollouts)), rollouts, numbers or [None] * len(rollouts), strict=True))
+
+        async def work() -> None:
+            for i, rollout, number in waiting:
+                results[i] = await self._play(rollout, number)
+
+        count = len(rollouts) if self.max_concurrency is None else min(self.max_concurrency, len(rollouts))
+        workers = [asyncio.ensure_future(work()) for _ in range(count)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            for _, rollout, _ in waiting:  # what has not begun
+                rollout.close()
+        return results
+
+    async def _play(self, rollout: Coroutine, number: int | None) -> Any:
+        return await rollout
 
 
 class ReplayGenerator(Generator):
@@ -58,7 +107,7 @@ class ReplayGenerator(Generator):
     def __init__(self, turns: list[Generation]):
         self._turns = iter(turns)
 
-    async def generate(self, prompt_ids: list[int]) -> Generation:
+    async def generate(self, prompt_ids: list[int], rollout: "Rollout | None" = None) -> Generation:
         return next(self._turns)
 
 
@@ -109,7 +158,7 @@ class BatchGenerator(Generator):
         self._live = 0
         self._all_waiting = asyncio.Event()
 
-    async def generate(self, prompt_ids: list[int]) -> Generation:
+    async def generate(self, prompt_ids: list[int], rollout: "Rollout | None" = None) -> Generation:
         future = asyncio.get_running_loop().create_future()
         self._requests.append((asyncio.current_task(), prompt_ids, future))
         self._check_barrier()
@@ -126,13 +175,15 @@ class BatchGenerator(Generator):
             self._live -= 1
             self._check_barrier()
 
-    async def run(self, rollouts: list[Coroutine]) -> list[Any]:
+    async def run(self, rollouts: list[Coroutine], numbers: list[int] | None = None) -> list[Any]:
         """
         Play rollouts that take their turns from this generator.
 
         Args:
             rollouts (`list[Coroutine]`):
                 Calls of [`~mempo_trl.rollout.play`], not yet awaited. May be empty on some processes.
+            numbers (`list[int]`, *optional*):
+                Ignored: the engine has one random state for all rollouts.
 
         Returns:
             `list`: Their results, in order.

@@ -250,7 +250,7 @@ async def play(
     rollout = Rollout(question, golden_answers, protocol.prefix_ids(question))
     prompt_ids = rollout.prefix_ids
     while True:
-        generation = await generator.generate(prompt_ids)
+        generation = await generator.generate(prompt_ids, rollout)
         memory_required = protocol.context == "memory" and bool(rollout.turns)
         turn = read_turn(protocol, prompt_ids, generation, memory_required)
         rollout.turns.append(turn)

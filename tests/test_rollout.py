@@ -28,9 +28,9 @@ class Recorder(ReplayGenerator):
         super().__init__(turns)
         self.prompts = []
 
-    async def generate(self, prompt_ids):
+    async def generate(self, prompt_ids, rollout=None):
         self.prompts.append(list(prompt_ids))
-        return await super().generate(prompt_ids)
+        return await super().generate(prompt_ids, rollout)
 
 
 class Tool:
