@@ -1,6 +1,5 @@
 """BM25 search over a local corpus, with the [bm25s](https://huggingface.co/papers/2407.03618) package."""
 
-import json
 import os
 import re
 import tempfile
@@ -16,11 +15,8 @@ from bm25s.stopwords import STOPWORDS_EN
 from tqdm import tqdm
 
 from .document import Document, StoredDocuments, corpus_hash, read_corpus
+from .manifest import DOCUMENTS, install_index, read_manifest
 
-
-MANIFEST = "manifest.json"
-DOCUMENTS = "documents.jsonl"
-FORMAT = "mempo_trl.bm25/1"
 
 # Chinese characters and hiragana are words of their own, as in Lucene's standard tokenizer: these scripts put no
 # spaces between words, and a whole sentence as one word would never be found.
@@ -140,9 +136,6 @@ class BM25Retriever:
         """
         Writes the index and its passages, replacing an index that is there; processes that have it loaded keep theirs.
 
-        The manifest goes first and comes last: a folder without one is not an index, so that a half-written one never
-        loads.
-
         Args:
             folder (`str` or `os.PathLike`):
                 Folder to write to.
@@ -154,19 +147,15 @@ class BM25Retriever:
             scratch = Path(scratch)
             self._index.save(scratch, show_progress=False)
             StoredDocuments.write(scratch / DOCUMENTS, self.documents)
-            sizes = {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}
-            manifest = {
-                "format": FORMAT,
-                "corpus_hash": self.corpus_hash,
-                "num_documents": len(self),
-                "settings": {"method": self._index.method, "k1": self._index.k1, "b": self._index.b},
-                "bm25s_version": version("bm25s"),
-                "files": sizes,
-            }
-            (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-            (folder / MANIFEST).unlink(missing_ok=True)
-            for name in [*sizes, MANIFEST]:
-                os.replace(scratch / name, folder / name)
+            install_index(
+                scratch,
+                folder,
+                kind="bm25",
+                corpus_hash=self.corpus_hash,
+                num_documents=len(self),
+                settings={"method": self._index.method, "k1": self._index.k1, "b": self._index.b},
+                bm25s_version=version("bm25s"),
+            )
 
     @classmethod
     def load(cls, folder: str | os.PathLike, mmap: bool = True) -> "BM25Retriever":
@@ -188,7 +177,7 @@ class BM25Retriever:
             `ValueError`: The index is of another format or its files are not those of its manifest.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder, "bm25")
         index = bm25s.BM25.load(folder, mmap=mmap)
         documents = StoredDocuments(folder / DOCUMENTS)
         if not mmap:
@@ -207,25 +196,3 @@ class BM25Retriever:
             found = found[scores[found] >= lowest]
         best = found[np.argsort(-scores[found], kind="stable")][:top_k]
         return [replace(self.documents[index], score=float(scores[index])) for index in best]
-
-
-def _read_manifest(folder: Path) -> dict:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no finished BM25 index in {str(folder)!r} (it has no {MANIFEST}); build one and save it there."
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        found_format, sizes = manifest["format"], manifest["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the manifest of a BM25 index ({error!r}); build the index again.") from error
-    if found_format != FORMAT:
-        raise ValueError(f"{path} has the format {found_format!r}, expected {FORMAT!r}; build the index again.")
-    for name, size in sizes.items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            problem = "is missing" if found is None else f"has {found} bytes"
-            raise ValueError(f"{file} {problem}, {MANIFEST} says {size} bytes; copy or build the index again.")
-    return manifest
