@@ -93,6 +93,17 @@ class Generator:
     async def _play(self, rollout: Coroutine, number: int | None) -> Any:
         return await rollout
 
+    async def check(self) -> None:
+        """
+        Find out whether there is anything to generate with, before a long run.
+
+        Raises:
+            GenerationError: If a server can't be reached or refuses the API key; the message names it and the cause.
+        """
+
+    def usage(self) -> dict[str, int] | None:
+        """Tokens that a server has counted for the rollout in whose coroutine this is called; `None` without one."""
+
 
 class ReplayGenerator(Generator):
     """
