@@ -1,0 +1,432 @@
+"""Two or more evaluations of the same questions: what differs, by how much, and whether that can be chance."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .metrics import (
+    FAILED,
+    bootstrap_sums,
+    by_question,
+    divide,
+    interval,
+    number_or_none,
+    question_key,
+    rollout_figures,
+)
+from .rewards import NORMALIZERS
+
+
+TOKENS = ("tokens_total", "tokens_peak", "tokens_total_without_prefix", "tokens_peak_without_prefix")
+CONDITIONS = (
+    "normalizer",
+    "corpus_hash",
+    "retrieval_top_k",
+    "max_passage_tokens",
+    "max_turns",
+    "max_completion_length",
+    "max_tool_response_length",
+    "temperature",
+    "num_samples",
+    "tokenizer_hash",
+    "prompt_hash",
+)
+"""What two evaluations have to share for their figures to differ by the agent alone. They differ often for a good
+reason, so a difference is a warning; only other questions are refused."""
+
+
+def read_evaluation(path: str | os.PathLike) -> tuple[dict, list[dict]]:
+    """
+    Read an evaluation from its folder.
+
+    Args:
+        path (`str` or `PathLike`):
+            The folder that `mempo evaluate` wrote, or its `evaluation.json`.
+
+    Returns:
+        `tuple[dict, list[dict]]`: The report, and the rollouts of `rollouts.jsonl` beside it.
+
+    Raises:
+        FileNotFoundError: If one of the two files is missing.
+        ValueError: If one of them can't be read.
+    """
+    report_path = Path(path)
+    if report_path.is_dir():
+        report_path = report_path / "evaluation.json"
+    rollouts_path = report_path.parent / "rollouts.jsonl"
+    for file in (report_path, rollouts_path):
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"There is no {str(file)!r}. Give the folder of a finished `mempo evaluate`, with `evaluation.json` and "
+                "`rollouts.jsonl`."
+            )
+    try:
+        report = json.loads(report_path.read_text(encoding="utf-8"))
+        report["results"]["all"]  # noqa: B018
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(report_path)!r} is not the report of an evaluation ({error!r}).") from None
+    return report, read_records(rollouts_path)
+
+
+def read_records(path: str | os.PathLike) -> list[dict]:
+    """
+    Rollouts of a JSON Lines file, those without turns as well. A last line that was cut by a kill is left out.
+
+    Raises:
+        ValueError: If another line can't be read.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            record["question"], record["outcome"], record["turns"]  # noqa: B018
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if number == len(lines) and isinstance(error, json.JSONDecodeError):
+                break
+            raise ValueError(f"Line {number} of {str(path)!r} is not a rollout ({error!r}).") from None
+        records.append(record)
+    return records
+
+
+def conditions(report: dict) -> dict[str, Any]:
+    """The [`CONDITIONS`] of an evaluation, as far as its report says them."""
+    return {
+        name: next(
+            (
+                table[name]
+                for table in (report, report.get("settings", {}), report.get("retrieval", {}))
+                if name in table
+            ),
+            "not stated",
+        )
+        for name in CONDITIONS
+    }
+
+
+def sign_flip_test(differences: np.ndarray, seed: int = 0, permutations: int = 10_000) -> float:
+    """
+    Two-sided paired permutation test: how often random signs give a mean at least as far from 0.
+
+    Args:
+        differences (`np.ndarray`):
+            Paired differences, one per question. # (Q,)
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the signs.
+        permutations (`int`, *optional*, defaults to `10000`):
+            Number of random signs; with at most 13 differences other than 0 all of them are tried instead.
+
+    Returns:
+        `float`: The p-value, 1 where nothing differs.
+    """
+    differences = differences[differences != 0]
+    count = len(differences)
+    if count == 0:
+        return 1.0
+    observed = abs(differences.sum()) * (1 - 1e-12)  # a tie may not depend on the order of a sum
+    if count <= 13:
+        signs = 1 - 2 * (np.arange(2**count)[:, None] >> np.arange(count) & 1)  # (2**Q, Q)
+        return float((np.abs(signs @ differences) >= observed).mean())
+    rng, extreme = np.random.default_rng(seed), 0
+    chunk = max(1, 2_000_000 // count)
+    for start in range(0, permutations, chunk):
+        signs = 1.0 - 2.0 * rng.integers(2, size=(min(chunk, permutations - start), count))
+        extreme += int((np.abs(signs @ differences) >= observed).sum())
+    return (1 + extreme) / (1 + permutations)  # the observed signs are one of the permutations
+
+
+def mcnemar_test(wins: int, losses: int) -> float:
+    """
+    McNemar's exact test, two-sided: whether wins and losses can be tosses of a fair coin.
+
+    Args:
+        wins (`int`), losses (`int`):
+            Questions that only one of two agents answers right.
+
+    Returns:
+        `float`: The p-value, 1 without wins and losses.
+    """
+    tosses, fewer = wins + losses, min(wins, losses)
+    return min(1.0, 2 * sum(math.comb(tosses, k) for k in range(fewer + 1)) / 2**tosses)
+
+
+def pair(first: Sequence[dict], second: Sequence[dict], names: Sequence[str] = ("A", "B")) -> list[tuple[dict, dict]]:
+    """
+    Pairs of rollouts with the same question and sample.
+
+    Args:
+        first (`Sequence[dict]`), second (`Sequence[dict]`):
+            Rollouts of two evaluations.
+        names (`Sequence[str]`):
+            What the two are called in messages.
+
+    Returns:
+        `list[tuple[dict, dict]]`: In the order of the first.
+
+    Raises:
+        ValueError: If a rollout is there twice, or if a question has the same `id` but another text or other golden
+            answers.
+    """
+    tables = []
+    for name, records in zip(names, (first, second), strict=True):
+        table = {(question_key(record), record.get("sample", 0)): record for record in records}
+        if len(table) != len(records):
+            raise ValueError(f"{name} has several rollouts of the same question and sample, so they can't be paired.")
+        tables.append(table)
+    pairs = [(record, tables[1][key]) for key, record in tables[0].items() if key in tables[1]]
+    for one, other in pairs:
+        for key in ("question", "golden_answers"):
+            if one[key] != other[key]:
+                raise ValueError(
+                    f"`{key}` of the question {question_key(one)!r} is {one[key]!r} in {names[0]} and {other[key]!r} in "
+                    f"{names[1]}. The two were made on different questions."
+                )
+    return pairs
+
+
+def compare_pairs(pairs: Sequence[tuple[dict, dict]], normalizer: str = "squad", seed: int = 0) -> dict[str, Any]:
+    """
+    Differences of the second rollouts from the first ones.
+
+    Args:
+        pairs (`Sequence[tuple[dict, dict]]`):
+            What [`pair`] made.
+        normalizer (`str`, *optional*, defaults to `"squad"`):
+            Normaliser of exact match and F1.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the bootstrap and of the permutations.
+
+    Returns:
+        `dict[str, Any]`: Per figure the mean of both, their difference, its bootstrap interval over questions and the
+        p-value of a sign-flip test over questions; for tokens also the saving in per cent with its interval, over the
+        pairs of which neither failed. With one sample per question `mcnemar` counts the questions that only one
+        answers right in all objectives.
+    """
+    scores = (f"exact_match_{normalizer}", f"f1_{normalizer}")
+    names = (*scores, *TOKENS)
+    sides = [[one for one, _ in pairs], [other for _, other in pairs]]
+    # Tokens of a pair count only where both were played.
+    played = [FAILED not in (one["outcome"], other["outcome"]) for one, other in pairs]
+    (_, first, count), (_, second, _) = (by_question(side, scores) for side in sides)
+    keep = [[record for record, ok in zip(side, played, strict=True) if ok] for side in sides]
+    columns = [(name, first[:, k], second[:, k], count[:, k]) for k, name in enumerate(scores)]
+    if keep[0]:
+        (_, first, count), (_, second, _) = (by_question(side, TOKENS) for side in keep)
+        columns += [(name, first[:, k], second[:, k], count[:, k]) for k, name in enumerate(TOKENS)]
+    result: dict[str, Any] = {
+        "num_pairs": len(pairs),
+        "num_questions": len({question_key(record) for record in sides[0]}),
+        "failed_pairs": len(pairs) - sum(played),
+    }
+    for name, one, other, number in columns:
+        sums = bootstrap_sums(np.column_stack([one, other, number]), seed)  # (R, 3)
+        differences = divide(sums[:, 1] - sums[:, 0], sums[:, 2])
+        entry = {
+            "first": float(one.sum() / number.sum()),
+            "second": float(other.sum() / number.sum()),
+            "difference": float((other - one).sum() / number.sum()),
+            "ci95": [number_or_none(end) for end in interval(differences[:, None])[:, 0]],
+            "p_sign_flip": sign_flip_test((other - one) / number, seed),
+        }
+        if name in TOKENS:
+            savings = 100 * (1 - divide(sums[:, 1], sums[:, 0]))
+            entry["saving_percent"] = number_or_none(100 * (1 - divide(other.sum(), one.sum())))
+            entry["saving_percent_ci95"] = [number_or_none(end) for end in interval(savings[:, None])[:, 0]]
+        result[name.removesuffix(f"_{normalizer}")] = entry
+    for name in (name for name in names if name in TOKENS and not keep[0]):
+        result[name] = None
+    if len(pairs) == result["num_questions"]:  # samples of one question are not independent tosses
+        right = [[_exact(record, normalizer) == 1.0 for record in side] for side in sides]
+        wins = sum(other and not one for one, other in zip(*right, strict=True))
+        losses = sum(one and not other for one, other in zip(*right, strict=True))
+        result["mcnemar"] = {"wins": wins, "losses": losses, "p": mcnemar_test(wins, losses)}
+    else:
+        result["mcnemar"] = None
+    return result
+
+
+def _exact(record: dict, normalizer: str) -> float:
+    return rollout_figures(record)[f"exact_match_{normalizer}"]
+
+
+def examples(pairs: Sequence[tuple[dict, dict]], normalizer: str = "squad", limit: int = 5) -> dict[str, list[dict]]:
+    """Rollouts in which the second does better (`"wins"`) or worse (`"losses"`), those that differ most first."""
+    scored = []
+    for one, other in pairs:
+        difference = _exact(other, normalizer) - _exact(one, normalizer)
+        scored.append((difference, one, other))
+    chosen = {}
+    for name, sign in (("wins", 1), ("losses", -1)):
+        better = sorted((row for row in scored if sign * row[0] > 0), key=lambda row: -sign * row[0])
+        chosen[name] = [
+            {
+                "id": question_key(one),
+                "sample": one.get("sample", 0),
+                "question": one["question"],
+                "golden_answers": one["golden_answers"],
+                "first": one["answer"],
+                "second": other["answer"],
+                "difference": difference,
+            }
+            for difference, one, other in better[:limit]
+        ]
+    return chosen
+
+
+def compare(
+    evaluations: dict[str, tuple[dict, list[dict]]],
+    normalizer: str | None = None,
+    common_questions: bool = False,
+    seed: int = 0,
+    max_examples: int = 5,
+) -> dict[str, Any]:
+    """
+    Compare evaluations with the first of them.
+
+    Args:
+        evaluations (`dict[str, tuple[dict, list[dict]]]`):
+            Name to what [`read_evaluation`] gave; at least two.
+        normalizer (`str`, *optional*):
+            Normaliser of exact match and F1; that of the first evaluation if not given. All of them are scored under
+            it, whatever their own tables show.
+        common_questions (`bool`, *optional*, defaults to `False`):
+            Compare the questions and samples that both have, instead of refusing where one has more.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of bootstrap and permutations.
+        max_examples (`int`, *optional*, defaults to `5`):
+            Examples of wins, and of losses.
+
+    Returns:
+        `dict[str, Any]`: `normalizer`, the names in `first` and `others`, `conditions` that differ, and per other
+        evaluation its `comparisons` by number of objectives and its `examples`.
+
+    Raises:
+        ValueError: If there are fewer than two evaluations, or if their questions differ.
+    """
+    if len(evaluations) < 2:
+        raise ValueError(f"got {len(evaluations)} evaluation, expected at least two; each needs a path of its own.")
+    (base_name, (base_report, base)), *others = evaluations.items()
+    normalizer = normalizer or base_report["results"]["all"]["normalizer"]
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"got normalizer {normalizer!r}, expected one of {sorted(NORMALIZERS)}.")
+    stated = {name: conditions(report) for name, (report, _) in evaluations.items()}
+    differing = {
+        condition: {name: values[condition] for name, values in stated.items()}
+        for condition in CONDITIONS
+        if any(values[condition] != stated[base_name][condition] for values in stated.values())
+    }
+    comparisons = {}
+    for name, (_, records) in others:
+        pairs = pair(base, records, (base_name, name))
+        only = len(base) - len(pairs), len(records) - len(pairs)
+        if any(only) and not common_questions:
+            raise ValueError(
+                f"{base_name} has {only[0]} and {name} has {only[1]} rollouts of questions or samples that the other "
+                "does not have. Evaluate both on the same ones, or compare those that they share with "
+                "`--common_questions`."
+            )
+        if not pairs:
+            raise ValueError(f"{base_name} and {name} have no question in common.")
+        counts = sorted({len(one["golden_answers"]) for one, _ in pairs})
+        groups = {"all": pairs}
+        if len(counts) > 1:
+            groups |= {str(k): [p for p in pairs if len(p[0]["golden_answers"]) == k] for k in counts}
+        comparisons[name] = {
+            "unpaired": list(only),
+            "results": {key: compare_pairs(group, normalizer, seed) for key, group in groups.items()},
+            "examples": examples(pairs, normalizer, max_examples),
+        }
+    return {
+        "first": base_name,
+        "others": list(comparisons),
+        "normalizer": normalizer,
+        "seed": seed,
+        "differing_conditions": differing,
+        "comparisons": comparisons,
+    }
+
+
+HEADER = ("objectives", "figure", "first", "second", "difference", "95% interval", "p", "saving %")
+
+
+def table_rows(results: dict[str, dict]) -> list[tuple[str, ...]]:
+    """Cells of the `results` of one comparison, under [`HEADER`]."""
+    rows = []
+    for group, result in results.items():
+        for name in ("exact_match", "f1", *TOKENS):
+            entry = result[name]
+            if entry is None:
+                continue
+            digits = 0 if name in TOKENS else 3
+            low, high = entry["ci95"]
+            saving = entry.get("saving_percent")
+            if saving is not None:
+                saving_low, saving_high = entry["saving_percent_ci95"]
+                saving = f"{saving:.1f} [{saving_low:.1f}, {saving_high:.1f}]"
+            rows.append(
+                (
+                    f"{group} ({result['num_questions']})",
+                    name,
+                    f"{entry['first']:.{digits}f}",
+                    f"{entry['second']:.{digits}f}",
+                    f"{entry['difference']:+.{digits}f}",
+                    f"[{low:+.{digits}f}, {high:+.{digits}f}]",
+                    f"{entry['p_sign_flip']:.2g}",
+                    saving or "",
+                )
+            )
+    return rows
+
+
+def markdown(comparison: dict[str, Any]) -> str:
+    """The comparison as a Markdown page."""
+    lines = ["# Comparison", ""]
+    lines += [f"First: `{comparison['first']}`. Normaliser: `{comparison['normalizer']}`. {EXPLANATION}", ""]
+    lines += [f"> {line}" for line in condition_warnings(comparison)] or ["All stated conditions are the same."]
+    for name, entry in comparison["comparisons"].items():
+        lines += ["", f"## `{name}` against `{comparison['first']}`", ""]
+        lines += [f"| {' | '.join(HEADER)} |", f"|{' --- |' * len(HEADER)}"]
+        lines += [f"| {' | '.join(row)} |" for row in table_rows(entry["results"])]
+        mcnemar = entry["results"]["all"]["mcnemar"]
+        if mcnemar is not None:
+            lines += ["", f"Right in all objectives only in the second: {mcnemar['wins']}, only in the first: "
+                      f"{mcnemar['losses']}; McNemar's exact test p = {mcnemar['p']:.2g}."]  # fmt: skip
+        failed = entry["results"]["all"]["failed_pairs"]
+        if failed:
+            lines += ["", f"{failed} pairs with a rollout that failed count as wrong, and not in the tokens."]
+        for kind, rows in entry["examples"].items():
+            if rows:
+                lines += ["", f"### {kind.capitalize()} of the second", "", "| question | golden | first | second |"]
+                lines += ["| --- | --- | --- | --- |"]
+            for row in rows:
+                golden = "; ".join(aliases[0] for aliases in row["golden_answers"])
+                cells = (row["question"], golden, row["first"], row["second"])
+                lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+EXPLANATION = (
+    "Differences are second minus first over the same questions. Intervals: bootstrap over questions; p: two-sided "
+    "sign-flip test over questions. Tokens with system prompt and question counted, and without them "
+    "(`_without_prefix`)."
+)
+
+
+def condition_warnings(comparison: dict[str, Any]) -> list[str]:
+    """One line per condition in which the evaluations differ."""
+    lines = []
+    for condition, values in comparison["differing_conditions"].items():
+        told = ", ".join(f"{value!r} in `{name}`" for name, value in values.items())
+        lines.append(f"`{condition}` differs: {told}. The difference of the figures is not the agent's alone.")
+    return lines
+
+
+def _cell(text: str | None) -> str:
+    return "none" if text is None else " ".join(str(text).replace("|", "\\|").split())[:300]
