@@ -14,6 +14,23 @@ TOKEN_FILTERS = ("independent", "joint", "history", "none")
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
+ALARM_THRESHOLDS = {
+    "not_finite": 1,
+    "memory_undefined": 0.5,
+    "memory_filtered": 0.1,
+    "kept_gap": 0.5,
+    "format": 0.25,
+    "memory_length": 0.4,
+    "think_length": 0.4,
+    "entropy": 3.0,
+    "zero_spread": 0.9,
+    "truncated": 0.25,
+    "tool_errors": 0.1,
+    "empty_results": 0.5,
+    "sampling_gap": 0.1,
+}
+"""The alarms of a run ([`~mempo_trl.alarms.find_alarms`]) with their thresholds; docs/alarms.md gives the reasons."""
+
 
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
@@ -91,7 +108,19 @@ class MemPOConfig(GRPOConfig):
             Whether to write every rollout as a JSON line under `output_dir/rollouts`.
         log_rollout_ids (`bool`, *optional*, defaults to `False`):
             Whether these lines hold token ids and log-probabilities as well.
+
+        > Parameters that control the alarms
+
+        alarms (`bool`, *optional*, defaults to `True`):
+            Whether a line in the log says when a metric shows that the run goes wrong (docs/alarms.md).
+        alarm_thresholds (`dict[str, float]`, *optional*):
+            Thresholds by name of the alarm, instead of the default ones; `None` switches that alarm off. All names and
+            values are in `ALARM_THRESHOLDS`.
+        stop_on_alarms (`list[str]`, *optional*):
+            Alarms that end training with a checkpoint, or `["all"]`.
     """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "alarm_thresholds"]
 
     # Parameters whose default values are overridden from GRPOConfig
     num_generations: int | None = field(
@@ -202,6 +231,22 @@ class MemPOConfig(GRPOConfig):
         default=False, metadata={"help": "Whether these lines hold token ids and log-probabilities as well."}
     )
 
+    # Parameters that control the alarms
+    alarms: bool = field(
+        default=True,
+        metadata={"help": "Whether a line in the log says when a metric shows that the run goes wrong."},
+    )
+    alarm_thresholds: dict[str, float | None] | str | None = field(
+        default=None,
+        metadata={
+            "help": f"Thresholds of alarms instead of {ALARM_THRESHOLDS}, as JSON such as "
+            '\'{"truncated": 0.5, "entropy": null}\'; null switches an alarm off.'
+        },
+    )
+    stop_on_alarms: list[str] | None = field(
+        default=None, metadata={"help": "Alarms that end training with a checkpoint, or 'all'."}
+    )
+
     def __post_init__(self):
         super().__post_init__()
         _choose("context", self.context, ("memory", "full"))
@@ -236,3 +281,18 @@ class MemPOConfig(GRPOConfig):
                 f"`max_tool_calling_iterations` is {self.max_tool_calling_iterations}, which belongs to TRL's own tool "
                 "loop; set `max_turns` instead."
             )
+        if not isinstance(self.alarm_thresholds, dict | None):
+            raise ValueError(
+                f"`alarm_thresholds` is {self.alarm_thresholds!r}; give a JSON object such as "
+                '{"truncated": 0.5, "entropy": null}.'
+            )
+        for name, threshold in (self.alarm_thresholds or {}).items():
+            _choose("alarm_thresholds", name, tuple(ALARM_THRESHOLDS))
+            if isinstance(threshold, bool) or not isinstance(threshold, int | float | None):
+                raise ValueError(
+                    f"`alarm_thresholds[{name!r}]` is {threshold!r}; it must be a number, or `None` to switch the "
+                    "alarm off."
+                )
+        self.alarm_thresholds = {**ALARM_THRESHOLDS, **(self.alarm_thresholds or {})}
+        for name in self.stop_on_alarms or []:
+            _choose("stop_on_alarms", name, ("all", *ALARM_THRESHOLDS))

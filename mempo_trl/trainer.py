@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .advantages import standardize_memory_rewards, token_advantages
+from .alarms import AlarmCallback
 from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
 from .generation import BatchGenerator, run_in_event_loop
@@ -74,7 +75,8 @@ class MemPOTrainer(GRPOTrainer):
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Tokenizer. Defaults to the model's.
         reward_processing_classes (*optional*), callbacks (*optional*), optimizers (*optional*), quantization_config (*optional*), peft_config (*optional*):
-            As in [`~trl.GRPOTrainer`]. A callback that is a [`MemoryRewardCallback`] replaces the default one.
+            As in [`~trl.GRPOTrainer`]. A callback that is a [`MemoryRewardCallback`] or an
+            [`~mempo_trl.alarms.AlarmCallback`] replaces the default one.
         tools (`list[Callable]`):
             The tools: typed, documented functions or callables, sync or async.
 
@@ -184,6 +186,9 @@ class MemPOTrainer(GRPOTrainer):
                 )
         if not any(isinstance(callback, MemoryRewardCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryRewardCallback())
+        has_alarms = any(isinstance(callback, AlarmCallback) for callback in self.callback_handler.callbacks)
+        if args.alarms and not has_alarms:
+            self.add_callback(AlarmCallback())
         self._rollout_writer = RolloutWriter(f"{args.output_dir}/rollouts", self.accelerator.process_index)
         # The generation batch in work: rows, rollouts and the sequences they gave.
         self._rows: list[dict] = []
