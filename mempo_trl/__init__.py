@@ -1,7 +1,7 @@
 """MemPO (Self-Memory Policy Optimization) for TRL."""
 
 from .config import MemPOConfig
-from .data.objectives import load_questions
+from .data.questions import load_questions
 from .memory_reward import MemoryRewardCallback, RolloutCallback
 from .retrieval.bm25 import BM25Retriever
 from .retrieval.tool import SearchTool

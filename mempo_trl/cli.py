@@ -15,6 +15,7 @@ LAUNCHED = {"train": "Train an agent with MemPO.", "sft": "Cold start by supervi
 PLAIN = {
     "evaluate": "Exact match, F1 and token cost of an agent over questions.",
     "compare": "Differences between evaluations of the same questions, with intervals and tests.",
+    "data": "Read questions of any known data set, clean and compose them.",
     "collect": "Write cold-start rollouts from the gold passages of questions.",
 }
 """Subcommands that run in this process."""

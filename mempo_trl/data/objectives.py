@@ -1,27 +1,55 @@
-"""Questions: from the rows of existing data sets to `question` and `golden_answers`."""
+"""Questions with one or several objectives: their answers, their repetitions, and how they are composed."""
 
-import os
-from collections.abc import Mapping
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset
+
+from ..rewards import normalize_squad, normalize_words
 
 
-ANSWER_COLUMNS = ("golden_answers", "answers", "answer", "reward_model")
+class BadRow(ValueError):
+    """
+    A row that gives no question.
+
+    Args:
+        reason (`str`):
+            The kind of fault, the same for all rows that have it.
+        message (`str`):
+            What is wrong with this row, and what to do.
+    """
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+def _alias_text(alias: Any) -> str:
+    if alias is None:
+        return ""
+    if not isinstance(alias, (str, int, float)):
+        raise BadRow(
+            "answers of an unknown form",
+            f"{alias!r} is no answer; give a text, a list of aliases, or a list of such lists.",
+        )
+    if isinstance(alias, float) and alias.is_integer():  # a column of integers with gaps is read as floats
+        alias = int(alias)
+    return str(alias).strip()
 
 
 def _aliases(value: Any) -> list[str]:
-    """One objective's aliases from one answer or a list of them; numbers become text, empty ones are dropped."""
+    """One objective's aliases from one answer or a list of them, each once; numbers become text."""
     aliases = value if isinstance(value, (list, tuple)) else [value]
-    for alias in aliases:
-        if not isinstance(alias, (str, int, float, type(None))):
-            raise ValueError(f"{alias!r} is no answer; give a text, a list of aliases, or a list of such lists.")
-    return [str(alias) for alias in aliases if alias is not None and str(alias).strip()]
+    return [alias for alias in dict.fromkeys(map(_alias_text, aliases)) if alias]
 
 
 def normalize_golden_answers(value: Any) -> list[list[str]]:
     """
-    Golden answers as objectives x aliases.
+    Golden answers as objectives x aliases. Empty and repeated aliases are dropped.
 
     Args:
         value (`Any`):
@@ -31,103 +59,16 @@ def normalize_golden_answers(value: Any) -> list[list[str]]:
         `list[list[str]]`
 
     Raises:
-        ValueError: If there is no objective, or an objective without a non-empty answer.
+        BadRow: If there is no objective, or an objective without a non-empty answer.
     """
     several = isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value)
     objectives = [_aliases(part) for part in value] if several else [_aliases(value)]
     if not all(objectives):
-        raise ValueError(f"`golden_answers` is {value!r}; each objective needs at least one answer. Drop the row.")
-    return objectives
-
-
-def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Convert a row of a known data set.
-
-    Known are: `golden_answers` (FlashRAG, and this project's own), `answers` (a list of aliases), `answer` with
-    optional `answer_aliases` (HotpotQA, 2Wiki, MuSiQue), and `reward_model.ground_truth.target` (Search-R1; MEM1 with
-    a list per objective). The question is `question`, or else the text after the last `Question: ` or
-    `Answer the following questions: ` of a Search-R1 or MEM1 prompt. Several questions may come as a list.
-
-    Args:
-        row (`Mapping`):
-            A row.
-
-    Returns:
-        `dict`: `question`, `golden_answers`, and the row's `id`, `dataset` and `supporting_titles` where it has them.
-
-    Raises:
-        ValueError: If the row has no known form; the message lists its columns.
-    """
-    question = row.get("question")
-    if question is None and row.get("prompt"):
-        text = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        for marker in ("Question: ", "Answer the following questions: "):
-            if marker in text:
-                question = text.rsplit(marker, 1)[1].strip()
-    if row.get("golden_answers") is not None:
-        answers = row["golden_answers"]
-    elif row.get("answers") is not None:
-        answers = row["answers"]
-    elif row.get("answer") is not None:
-        answers = row["answer"]
-        if row.get("answer_aliases"):
-            answers = _aliases(answers) + _aliases(row["answer_aliases"])
-    elif row.get("reward_model") is not None:
-        truth = row["reward_model"]["ground_truth"]
-        answers = truth["target"] if isinstance(truth, Mapping) else truth
-    else:
-        answers = None
-    if question is None or answers is None:
-        missing = "question" if question is None else "answers"
-        raise ValueError(
-            f"No {missing} found in a row with the columns {sorted(row)}. Give a `question` column and one of "
-            f"{', '.join(ANSWER_COLUMNS)}."
+        raise BadRow(
+            "no answers",
+            f"`golden_answers` is {value!r}; each objective needs at least one answer. Drop the row.",
         )
-    if not isinstance(question, str):
-        question = "; ".join(question)
-    kept = {name: row[name] for name in ("id", "dataset", "supporting_titles") if row.get(name) is not None}
-    return {**kept, "question": question, "golden_answers": normalize_golden_answers(answers)}
-
-
-def load_questions(name_or_path: str, config: str | None = None, split: str = "train") -> Dataset:
-    """
-    Load questions from a JSON, JSONL, Parquet or CSV file, or from a Hub data set, and convert their rows.
-
-    Args:
-        name_or_path (`str`):
-            A file, or a data set on the Hub or in a folder.
-        config (`str`, *optional*):
-            Configuration of a data set.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a data set; a file has only one.
-
-    Returns:
-        [`~datasets.Dataset`]: With `question` and `golden_answers`, objectives x aliases.
-
-    Raises:
-        ValueError: If a row can't be converted; the message names its number and the columns found.
-    """
-    extension = os.path.splitext(name_or_path)[1].lower()
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}.get(extension)
-    if kind is not None:
-        if not os.path.isfile(name_or_path):
-            raise FileNotFoundError(f"There is no question file {name_or_path!r}.")
-        if os.path.getsize(name_or_path) == 0:  # `load_dataset` fails on it without a word
-            raise ValueError(f"{name_or_path!r} holds no questions.")
-        dataset = load_dataset(kind, data_files=name_or_path, split="train")
-    else:
-        dataset = load_dataset(name_or_path, config, split=split)
-    rows = []
-    for number, row in enumerate(dataset):
-        try:
-            rows.append(normalize_row(row))
-        except ValueError as error:
-            raise ValueError(f"Row {number} of {name_or_path!r}: {error}") from None
-    if not rows:
-        raise ValueError(f"{name_or_path!r} holds no questions.")
-    columns = dict.fromkeys(name for row in rows for name in row)  # `from_list` would look at the first row only
-    return Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+    return objectives
 
 
 def golden_answers_of(row: Mapping[str, Any], required: bool = True) -> list[list[str]] | None:
@@ -176,3 +117,181 @@ def check_dataset(dataset: Dataset | IterableDataset, name: str, needs_answers: 
                 normalize_golden_answers(row["golden_answers"])
             except ValueError as error:
                 raise ValueError(f"Row {number} of `{name}`: {error}") from None
+
+
+def question_key(question: str) -> str:
+    """What two questions have in common that differ only in case, punctuation and white space."""
+    return normalize_words(question) or question.strip()
+
+
+def separate_questions(row: Mapping[str, Any]) -> list[str]:
+    """
+    Keys of the questions of a row, one per objective.
+
+    Args:
+        row (`Mapping`):
+            Row with `question` and `golden_answers`. Without `objectives`, as in MEM1's files, the question is split
+            where that gives as many parts as there are objectives.
+
+    Returns:
+        `list[str]`: As of [`~mempo_trl.data.objectives.question_key`].
+    """
+    if row.get("objectives"):
+        return [question_key(objective["question"]) for objective in row["objectives"]]
+    parts = row["question"].split("; ")
+    return list(map(question_key, parts if len(parts) == len(row["golden_answers"]) else [row["question"]]))
+
+
+def deduplicate(
+    rows_by_source: Mapping[str, list[dict]], held_out: Iterable[Mapping[str, Any]] = ()
+) -> tuple[dict[str, list[dict]], Counter]:
+    """
+    Drop questions that come again, that are held out, or whose answers the default reward can never find right.
+
+    Questions are compared without case, punctuation and white space. Of two with the same text the one in the source
+    that comes first is kept; the order of the rows of a source makes no difference.
+
+    Args:
+        rows_by_source (`dict[str, list[dict]]`):
+            Rows of [`~mempo_trl.load_questions`].
+        held_out (`Iterable[Mapping]`, *optional*):
+            Rows none of whose questions, as a whole or as an objective, may be kept.
+
+    Returns:
+        `tuple[dict[str, list[dict]], Counter]`: The rows of each source in an order of their own, and how many were
+        dropped by `(source, reason)`.
+    """
+    forbidden = {key for row in held_out for key in (question_key(row["question"]), *separate_questions(row))}
+    kept, dropped, seen = {}, Counter(), set()
+    for source, rows in rows_by_source.items():
+        kept[source] = []
+        keyed = [(question_key(row["question"]), row) for row in rows]
+        # Of equal questions the one with gold passages comes first.
+        keyed.sort(key=lambda pair: (pair[0], not pair[1].get("supporting_titles"), json.dumps(pair[1])))
+        for key, row in keyed:
+            if key in forbidden or not forbidden.isdisjoint(separate_questions(row)):
+                dropped[source, "held out"] += 1
+            elif key in seen:
+                dropped[source, "repeated"] += 1
+            elif not all(any(map(normalize_squad, aliases)) for aliases in row["golden_answers"]):
+                dropped[source, "answer is only an article or punctuation"] += 1
+            else:
+                seen.add(key)
+                kept[source].append(row)
+    return kept, dropped
+
+
+def compose_objectives(
+    rows_by_source: Mapping[str, list[dict]], k: int, num_questions: int | None = None, seed: int = 0
+) -> tuple[list[dict], Counter]:
+    """
+    Compose questions of `k` objectives from single questions, none of which is used twice.
+
+    The objectives of a question come from the sources in turn, so that `k=2` of HotpotQA and NQ gives one of each. Their
+    texts are joined as in MEM1: each ends with a question mark, and `"; "` stands between them. Semicolons also
+    separate the answers, so that aliases with a semicolon are dropped. The result does not depend on the order of the
+    rows, and a smaller `num_questions` gives the first ones of a larger one.
+
+    Args:
+        rows_by_source (`dict[str, list[dict]]`):
+            Rows of [`~mempo_trl.load_questions`] without repetitions, as from
+            [`~mempo_trl.data.objectives.deduplicate`].
+        k (`int`):
+            Objectives per question. With 1 the rows of all sources are shuffled and stay as they are, whatever number
+            of objectives they have; only an id that is missing or not unique is replaced.
+        num_questions (`int`, *optional*):
+            Questions to make; by default as many as there can be.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the choice and the order.
+
+    Returns:
+        `tuple[list[dict], Counter]`: Questions with `objectives` (`id`, `dataset`, `question`, `golden_answers` and
+        `supporting_titles` of each), and how many rows were not used by `(source, reason)`.
+
+    Raises:
+        ValueError: If a question comes twice, or if so many questions can't be made.
+    """
+    sources = list(rows_by_source)
+    if k < 1 or not sources or (k > 1 and k < len(sources)):
+        raise ValueError(
+            f"{k} objectives can't be taken from the {len(sources)} sources {sources}; name as many sources as there "
+            "are objectives, or fewer."
+        )
+    for key, count in Counter(
+        question_key(row["question"]) for rows in rows_by_source.values() for row in rows
+    ).items():
+        if count > 1:
+            raise ValueError(f"The question {key!r} comes {count} times; drop repetitions with `deduplicate` first.")
+    unused, pools = Counter(), {}
+    for source, rows in rows_by_source.items():
+        shuffled = sorted(rows, key=lambda row: question_key(row["question"]))
+        random.Random(f"{seed} {source}").shuffle(shuffled)
+        pools[source] = []
+        for row in shuffled:
+            try:
+                pools[source].append({"dataset": source, **row} if k == 1 else _objective(row, source))
+            except BadRow as error:
+                unused[source, error.reason] += 1
+    turns = [sources[i % len(sources)] for i in range(k)]  # which source gives each objective
+    possible = sum(map(len, pools.values())) if k == 1 else min(len(pools[s]) // turns.count(s) for s in sources)
+    count = possible if num_questions is None else num_questions
+    if not 0 < count <= possible:
+        available = ", ".join(f"{len(pool)} of {source}" for source, pool in pools.items())
+        raise ValueError(
+            f"{count} questions with {k} objectives were asked for, but {possible} can be made from {available}; "
+            "lower the number, or give more questions."
+        )
+    if k == 1:
+        mixed = [(source, row) for source, pool in pools.items() for row in pool]
+        random.Random(f"{seed}").shuffle(mixed)
+        unused.update((source, "left over") for source, _ in mixed[count:])
+        return _with_unique_ids([row for _, row in mixed[:count]]), unused
+    left = {source: iter(pool) for source, pool in pools.items()}
+    composed = [_compose([next(left[source]) for source in turns]) for _ in range(count)]
+    unused.update((source, "left over") for source, pool in left.items() for _ in pool)
+    return composed, unused
+
+
+def _question_id(prefix: str | int, question: str) -> str:
+    return f"{prefix}-{hashlib.sha256(question.encode()).hexdigest()[:16]}"
+
+
+def _with_unique_ids(rows: list[dict]) -> list[dict]:
+    """Rows with a new id where there is none or several rows share it (`train_0` is in all of FlashRAG's sets)."""
+    ids = Counter(row.get("id") for row in rows)
+    return [
+        row if row.get("id") and ids[row["id"]] == 1 else {**row, "id": _question_id(row["dataset"], row["question"])}
+        for row in rows
+    ]
+
+
+def _objective(row: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A row as an objective; a [`BadRow`] if it can't be one."""
+    if len(row["golden_answers"]) > 1:
+        raise BadRow("several objectives", f"{row['question']!r} is composed already.")
+    aliases = [alias for alias in row["golden_answers"][0] if ";" not in alias]
+    if not any(map(normalize_squad, aliases)):
+        raise BadRow("semicolon in the answer", f"{row['golden_answers'][0]!r} can't be told from several answers.")
+    question = row["question"].strip()
+    return {
+        "id": row.get("id"),
+        "dataset": row.get("dataset") or source,
+        "question": question if question.endswith(("?", "？")) else f"{question}?",
+        "golden_answers": aliases,
+        "supporting_titles": row.get("supporting_titles"),
+    }
+
+
+def _compose(objectives: list[dict[str, Any]]) -> dict[str, Any]:
+    """One question from several objectives."""
+    question = "; ".join(objective["question"] for objective in objectives)
+    titles = [objective["supporting_titles"] for objective in objectives]
+    known = {} if None in titles else {"supporting_titles": list(dict.fromkeys(sum(titles, [])))}
+    return {
+        "id": _question_id(len(objectives), question),
+        "dataset": "+".join(dict.fromkeys(objective["dataset"] for objective in objectives)),
+        "question": question,
+        "golden_answers": [objective["golden_answers"] for objective in objectives],
+        **known,
+        "objectives": objectives,
+    }
