@@ -8,7 +8,8 @@ import pytest
 from stub_search_servers import FAULTS, SearchServer
 
 from mempo_trl.retrieval.document import Document
-from mempo_trl.retrieval.http import DIALECTS, MAX_BATCH, HTTPRetriever, _read_document, _request, _seconds
+from mempo_trl.retrieval.http import DIALECTS, MAX_BATCH, HTTPRetriever, _read_document, _request
+from mempo_trl.retrieval.json_client import _seconds
 from mempo_trl.retrieval.tool import SearchTool
 from mempo_trl.tools import NO_RESULTS, ToolError
 
