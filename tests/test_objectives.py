@@ -1,4 +1,3 @@
-import json
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -6,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mempo_trl.data.objectives import check_dataset, golden_answers_of, normalize_golden_answers
-from mempo_trl.data.questions import load_questions, normalize_row
 
 
 @pytest.fixture(autouse=True)
@@ -66,123 +64,6 @@ def test_objectives_are_kept(objectives):
     assert normalize_golden_answers(objectives) == expected
     assert normalize_golden_answers(expected) == expected
     assert golden_answers_of({"golden_answers": objectives}) == expected
-
-
-SEARCH_R1_PROMPT = (
-    "Answer the given question. ... For example, <answer> Beijing </answer>. Question: What is the pet of Anna?\n"
-)
-MEM1_PROMPT = "You will answer multiple questions. Answer the following questions: Who is Anna?; Question: what?\n"
-QUESTION = "What is the pet of Anna?"
-
-
-@pytest.mark.parametrize(
-    ("row", "question", "golden_answers"),
-    [
-        ({"question": QUESTION, "golden_answers": ["cat", "a cat"]}, QUESTION, [["cat", "a cat"]]),  # FlashRAG
-        ({"question": QUESTION, "golden_answers": [["cat"], ["dog"]]}, QUESTION, [["cat"], ["dog"]]),
-        ({"question": QUESTION, "answers": ["cat", "a cat"]}, QUESTION, [["cat", "a cat"]]),
-        ({"question": QUESTION, "answer": "cat", "type": "bridge"}, QUESTION, [["cat"]]),  # HotpotQA
-        ({"question": QUESTION, "answer": ["cat", "a cat"]}, QUESTION, [["cat", "a cat"]]),  # NQ-open
-        (
-            {"question": QUESTION, "answer": "cat", "answer_aliases": ["a cat"]},
-            QUESTION,
-            [["cat", "a cat"]],
-        ),  # MuSiQue
-        ({"question": QUESTION, "answer": "cat", "answer_aliases": []}, QUESTION, [["cat"]]),
-        ({"question": QUESTION, "answer": 9}, QUESTION, [["9"]]),
-        (  # Search-R1
-            {
-                "prompt": [{"role": "user", "content": SEARCH_R1_PROMPT}],
-                "reward_model": {"style": "rule", "ground_truth": {"target": ["cat", "a cat"]}},
-            },
-            QUESTION,
-            [["cat", "a cat"]],
-        ),
-        (  # MEM1: the marker before the list of questions, not one inside them
-            {
-                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": MEM1_PROMPT}],
-                "reward_model": {"ground_truth": {"target": [["a baker"], ["cat", "a cat"]]}},
-            },
-            "Who is Anna?; Question: what?",
-            [["a baker"], ["cat", "a cat"]],
-        ),
-        # MemSearcher
-        ({"question": QUESTION, "reward_model": {"ground_truth": ["cat"]}}, QUESTION, [["cat"]]),
-        ({"prompt": SEARCH_R1_PROMPT, "answer": "cat"}, QUESTION, [["cat"]]),
-        ({"prompt": "Question: An example?\n" + SEARCH_R1_PROMPT, "answer": "cat"}, QUESTION, [["cat"]]),
-        ({"question": ["Who?", "What?"], "answers": [["a"], ["b"]]}, "Who?; What?", [["a"], ["b"]]),
-        # The first known column that is filled counts.
-        ({"question": "q", "golden_answers": ["a"], "answer": "b"}, "q", [["a"]]),
-        ({"question": "q", "golden_answers": None, "answer": "b"}, "q", [["b"]]),
-        ({"question": "q", "prompt": SEARCH_R1_PROMPT, "answer": "b"}, "q", [["b"]]),
-    ],
-)
-def test_known_rows(row, question, golden_answers):
-    """Rows of the data sets in use become `question` and `golden_answers`."""
-    assert normalize_row(row) == {"question": question, "golden_answers": golden_answers}
-
-
-def test_kept_columns():
-    """The columns that later stages use are kept where they are filled, others are not."""
-    row = {"id": "7", "dataset": "hotpotqa", "question": "q", "answer": "a", "level": "hard"}
-    assert normalize_row(row) == {"id": "7", "dataset": "hotpotqa", "question": "q", "golden_answers": [["a"]]}
-    assert "id" not in normalize_row({**row, "id": None})
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"query": "q", "answer": "a"}, "No question found in a row with the columns .'answer', 'query'."),
-        ({"prompt": "Tell me.", "answer": "a"}, "No question found"),
-        ({"question": "q", "label": "a"}, "No answers found .*'label', 'question'.* golden_answers, .*--answers_column"),
-        ({"question": "q", "golden_answers": None}, "No answers found"),
-        ({"question": "q", "golden_answers": []}, "at least one answer"),
-        ({"question": "q", "answers": {"text": ["a"], "answer_start": [1]}}, "is no answer"),  # SQuAD
-        ({"question": "q", "answer": {"text": "a"}}, "is no answer"),
-    ],
-)
-def test_unknown_rows(row, says):
-    """A row of no known form is an error that lists what was found and what is needed."""
-    with pytest.raises(ValueError, match=says):
-        normalize_row(row)
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def test_load_questions(tmp_path):
-    """Rows of a JSONL file are converted; forms may be mixed, and a column that some rows lack is kept."""
-    rows = [
-        {"question": "q1", "golden_answers": ["a", "b"]},
-        {"question": "q2", "golden_answers": [["c"], ["d"]], "id": "2"},
-        {"question": "q3", "golden_answers": 3},
-    ]
-    loaded = load_questions(write_rows(tmp_path / "rows.jsonl", rows))
-    assert loaded["question"][:] == ["q1", "q2", "q3"]
-    assert loaded["golden_answers"][:] == [[["a", "b"]], [["c"], ["d"]], [["3"]]]
-    assert loaded["id"][:] == [None, "2", None]
-
-
-@pytest.mark.parametrize("extension", ["json", "parquet", "csv"])
-def test_load_other_files(tmp_path, extension):
-    """JSON, Parquet and CSV files are read as well."""
-    rows = Dataset.from_dict({"question": ["q1", "q2"], "answer": ["a", "b"]})
-    path = str(tmp_path / f"rows.{extension}")
-    getattr(rows, f"to_{extension}")(path)
-    assert load_questions(path)["golden_answers"][:] == [[["a"]], [["b"]]]
-
-
-def test_load_failures(tmp_path):
-    """A missing file, an empty one and a bad row are named."""
-    with pytest.raises(FileNotFoundError, match="no question file .*missing.jsonl"):
-        load_questions(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(ValueError, match="empty.jsonl' holds no questions"):
-        load_questions(write_rows(tmp_path / "empty.jsonl", []))
-    path = write_rows(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}, {"question": "q", "answer": ""}])
-    with pytest.raises(ValueError, match="Row 1 of .*rows.jsonl.*at least one answer"):
-        load_questions(path)
 
 
 def test_golden_answers_of():

@@ -44,12 +44,14 @@ def _parse_literal(text: str) -> Any:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         # NumPy separates items by a space. Python would read two texts side by side as one.
         ends_item = previous is not None and (
-            previous.type in (tokenize.STRING, tokenize.NUMBER) or previous.string in (")", "]")
+            previous.type in (tokenize.STRING, tokenize.NUMBER) or previous.string in (")", "]", "}")
         )
-        if ends_item and (token.type in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME) or token.string == "["):
+        if ends_item and (
+            token.type in (tokenize.STRING, tokenize.NUMBER, tokenize.NAME) or token.string in ("[", "{")
+        ):
             tokens.append((tokenize.OP, ","))
         tokens.append((token.type, token.string))
-        previous = token
+        previous = previous if token.type == tokenize.NL else token
     tree = ast.parse(tokenize.untokenize(tokens).strip(), mode="eval")
 
     class WithoutArrays(ast.NodeTransformer):
@@ -88,18 +90,28 @@ def _decode(value: Any) -> Any:
     return decoded if isinstance(decoded, (list, dict)) else value
 
 
+def _nest(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its flat columns, such as `answer.value`, as nested ones."""
+    nested: dict[str, Any] = {name: value for name, value in row.items() if "." not in name}
+    for name, value in row.items():
+        place, rest = nested, name
+        while "." in rest:
+            head, tail = rest.split(".", 1)
+            if not isinstance(place.setdefault(head, {}), dict):
+                break
+            place, rest = place[head], tail
+        if rest not in place:
+            place[rest] = value
+    return nested
+
+
 def _find(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a dotted path, in nested columns, in flat ones (`a.b.c`) and in those that hold JSON."""
+    """The value of a dotted path."""
     if path in row:
         return _decode(row[path])
-    for i, letter in enumerate(path):
-        if letter == "." and path[:i] in row:
-            inner = _decode(row[path[:i]])
-            if isinstance(inner, Mapping):
-                value = _find(inner, path[i + 1 :])
-                if value is not None:
-                    return value
-    return None
+    head, dot, tail = path.partition(".")
+    inner = _decode(row.get(head))
+    return _find(inner, tail) if dot and isinstance(inner, Mapping) else None
 
 
 def _find_first(row: Mapping[str, Any], paths: tuple[str, ...]) -> Any:
@@ -197,6 +209,7 @@ def normalize_row(
         BadRow: If the row has no known form, with the columns found and the arguments that name the right ones; or if
             its question or its answers are missing or can't be read.
     """
+    row = _nest(row)
     prompt = _question_text(_find(row, "prompt"))
     # Rows of several questions may still have the columns of the first one.
     if prompt is not None and SEVERAL_QUESTIONS_MARKER in prompt and not (question_column or answers_column):
@@ -275,8 +288,9 @@ def _read_rows(name_or_path: str, config: str | None, split: str) -> Iterator[An
         if os.path.getsize(name_or_path) == 0:
             return
         if extension == ".csv":
-            for chunk in pd.read_csv(name_or_path, dtype=str, keep_default_na=False, chunksize=10_000):
-                yield from chunk.to_dict("records")
+            with pd.read_csv(name_or_path, dtype=str, keep_default_na=False, chunksize=10_000) as chunks:
+                for chunk in chunks:
+                    yield from chunk.to_dict("records")
         elif extension == ".parquet":
             for batch in pq.ParquetFile(name_or_path).iter_batches(batch_size=1_000):
                 yield from batch.to_pylist()
