@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from .config import MemPOConfig
+from .config import ALARM_THRESHOLDS, MemPOConfig
 
 
 logger = get_logger(__name__)
@@ -58,8 +58,7 @@ def _kept_most(recent: Means, earlier: list[Means], args: MemPOConfig) -> float 
 def _kept_ratio(recent: Means, earlier: list[Means], args: MemPOConfig) -> float | None:
     kept = _kept(recent)
     # Where both sides keep next to nothing that is the other alarm, and their ratio is noise.
-    enough = kept and max(kept) > (args.alarm_thresholds["memory_filtered"] or 0.0)
-    return min(kept) / max(kept) if enough else None
+    return min(kept) / max(kept) if kept and max(kept) > ALARM_THRESHOLDS["memory_filtered"] else None
 
 
 def _format_fall(recent: Means, earlier: list[Means], args: MemPOConfig) -> float | None:
@@ -301,7 +300,7 @@ class AlarmCallback(TrainerCallback):
     """
     Gives each alarm of a run as one line in the log, and ends training with a checkpoint where `stop_on_alarms` says so.
 
-    An alarm that goes on is given again after `REPEAT` steps; one that has been quiet for `WINDOW` steps, at once.
+    An alarm that goes on is given again after `REPEAT` steps; one that was quiet for more than `WINDOW` steps, at once.
     """
 
     def __init__(self):
@@ -318,7 +317,7 @@ class AlarmCallback(TrainerCallback):
         step = state.global_step
         alarms = find_alarms(state.log_history, args, self.start_step)
         for name in list(self._given):
-            if name not in alarms and step - self._active[name] >= WINDOW:
+            if name not in alarms and step - self._active[name] > WINDOW:
                 del self._given[name]
         for name, message in alarms.items():
             if name not in self._given or step - self._given[name] >= REPEAT:
