@@ -17,6 +17,9 @@ PLAIN = {
     "compare": "Differences between evaluations of the same questions, with intervals and tests.",
     "data": "Read questions of any known data set, clean and compose them.",
     "collect": "Write cold-start rollouts from the gold passages of questions.",
+    "index": "Build a BM25, dense or hybrid index of a corpus.",
+    "serve": "A search server over a corpus or an index.",
+    "view": "One HTML page of the rollouts of a training or an evaluation.",
 }
 """Subcommands that run in this process."""
 
