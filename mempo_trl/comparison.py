@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from .metrics import (
-    FAILED,
     bootstrap_sums,
     by_question,
     divide,
     interval,
     number_or_none,
-    question_key,
     rollout_figures,
 )
 from .rewards import NORMALIZERS
+from .runner import FAILED, read_records, row_id
 
 
 TOKENS = ("tokens_total", "tokens_peak", "tokens_total_without_prefix", "tokens_peak_without_prefix")
@@ -34,7 +33,6 @@ CONDITIONS = (
     "temperature",
     "num_samples",
     "tokenizer_hash",
-    "prompt_hash",
 )
 """What two evaluations have to share for their figures to differ by the agent alone. They differ often for a good
 reason, so a difference is a warning; only other questions are refused."""
@@ -71,29 +69,6 @@ def read_evaluation(path: str | os.PathLike) -> tuple[dict, list[dict]]:
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{str(report_path)!r} is not the report of an evaluation ({error!r}).") from None
     return report, read_records(rollouts_path)
-
-
-def read_records(path: str | os.PathLike) -> list[dict]:
-    """
-    Rollouts of a JSON Lines file, those without turns as well. A last line that was cut by a kill is left out.
-
-    Raises:
-        ValueError: If another line can't be read.
-    """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            record["question"], record["outcome"], record["turns"]  # noqa: B018
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            if number == len(lines) and isinstance(error, json.JSONDecodeError):
-                break
-            raise ValueError(f"Line {number} of {str(path)!r} is not a rollout ({error!r}).") from None
-        records.append(record)
-    return records
 
 
 def conditions(report: dict) -> dict[str, Any]:
@@ -176,7 +151,7 @@ def pair(first: Sequence[dict], second: Sequence[dict], names: Sequence[str] = (
     """
     tables = []
     for name, records in zip(names, (first, second), strict=True):
-        table = {(question_key(record), record.get("sample", 0)): record for record in records}
+        table = {(row_id(record), record.get("sample", 0)): record for record in records}
         if len(table) != len(records):
             raise ValueError(f"{name} has several rollouts of the same question and sample, so they can't be paired.")
         tables.append(table)
@@ -185,7 +160,7 @@ def pair(first: Sequence[dict], second: Sequence[dict], names: Sequence[str] = (
         for key in ("question", "golden_answers"):
             if one[key] != other[key]:
                 raise ValueError(
-                    f"`{key}` of the question {question_key(one)!r} is {one[key]!r} in {names[0]} and {other[key]!r} in "
+                    f"`{key}` of the question {row_id(one)!r} is {one[key]!r} in {names[0]} and {other[key]!r} in "
                     f"{names[1]}. The two were made on different questions."
                 )
     return pairs
@@ -222,7 +197,7 @@ def compare_pairs(pairs: Sequence[tuple[dict, dict]], normalizer: str = "squad",
         columns += [(name, first[:, k], second[:, k], count[:, k]) for k, name in enumerate(TOKENS)]
     result: dict[str, Any] = {
         "num_pairs": len(pairs),
-        "num_questions": len({question_key(record) for record in sides[0]}),
+        "num_questions": len({row_id(record) for record in sides[0]}),
         "failed_pairs": len(pairs) - sum(played),
     }
     for name, one, other, number in columns:
@@ -267,12 +242,12 @@ def examples(pairs: Sequence[tuple[dict, dict]], normalizer: str = "squad", limi
         better = sorted((row for row in scored if sign * row[0] > 0), key=lambda row: -sign * row[0])
         chosen[name] = [
             {
-                "id": question_key(one),
+                "id": row_id(one),
                 "sample": one.get("sample", 0),
                 "question": one["question"],
                 "golden_answers": one["golden_answers"],
-                "first": one["answer"],
-                "second": other["answer"],
+                "first": one.get("answer"),
+                "second": other.get("answer"),
                 "difference": difference,
             }
             for difference, one, other in better[:limit]

@@ -1,24 +1,31 @@
-"""Run an agent over questions, and say how good and how expensive it is."""
+"""The agent of an evaluation, and the report of what it did."""
 
+import hashlib
+import importlib.metadata
 import json
-import statistics
-from collections.abc import Callable
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from trl.scripts.utils import get_git_commit_hash
 
-from .generation import BatchGenerator, run_in_event_loop
-from .monitoring import OUTCOMES, peak_tokens, rollout_record, total_tokens
+from .metrics import TOKENS_COUNTED, latency, summarize_by_dataset, summarize_by_objectives
 from .protocol import Protocol
-from .rewards import NORMALIZERS, score_answer
-from .rollout import Rollout, play
+from .runner import row_id
 
 
 def model_eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a turn: the tokenizer's, and those that the model declares (as [`~trl.GRPOTrainer`] takes them)."""
-    declared = model.generation_config.eos_token_id
+    return eos_token_ids(model.generation_config, tokenizer)
+
+
+def eos_token_ids(generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """As [`model_eos_token_ids`], for a model that is not loaded here."""
+    declared = generation_config.eos_token_id
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return sorted({tokenizer.eos_token_id, *declared})
 
@@ -87,130 +94,224 @@ class TransformersEngine:
         return completions, None
 
 
-def run_agent(
-    questions: list[dict],
+def text_hash(text: str) -> str:
+    """The first 16 hexadecimal digits of a text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Tells tokenizers apart that count tokens differently, wherever they are loaded from."""
+    words = sorted(tokenizer.get_vocab().items())
+    # The vocabulary does not tell how a text is cut into it.
+    model = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
+    rules = json.loads(model) if tokenizer.is_fast else {"class": model}
+    for name in ("padding", "truncation", "added_tokens"):  # set by calls, and part of the vocabulary
+        rules.pop(name, None)
+    return text_hash(json.dumps([words, rules], sort_keys=True))
+
+
+def weights_stamp(name_or_path: str) -> str | None:
+    """Names, sizes and times of the weights in a local folder as a hash: a model that was trained anew is another."""
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        return None
+    files = sorted(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    return text_hash(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
+
+
+def without_secrets(value: Any) -> Any:
+    """Settings for a file: of every URL in them the user, the query and the fragment are left out."""
+    if isinstance(value, dict):
+        return {name: without_secrets(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(part) for part in value]
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        return str(httpx.URL(value).copy_with(userinfo=b"", query=None, fragment=None))
+    return value
+
+
+def check_resumable(
+    records: Iterable[dict], rows: Sequence[dict], num_samples: int, folder: str | os.PathLike
+) -> None:
+    """
+    Check that rollouts on disk are a part of what is asked for, so that the figures are of all that lies there.
+
+    Raises:
+        ValueError: If there are others.
+    """
+    wanted = {row_id(row) for row in rows}
+    surplus = sum(record["id"] not in wanted or record["sample"] >= num_samples for record in records)
+    if surplus:
+        raise ValueError(
+            f"{str(folder)!r} holds {surplus} rollouts of other questions or more samples than are asked for now "
+            f"({len(rows)} questions, {num_samples} samples of each). Choose another `output_dir`, or `--overwrite`."
+        )
+
+
+def in_order(records: Iterable[dict], rows: Sequence[dict]) -> list[dict]:
+    """Records in the order of their questions and samples, whatever order they were finished in."""
+    place = {row_id(row): number for number, row in enumerate(rows)}
+    return sorted(records, key=lambda record: (place[record["id"]], record["sample"]))
+
+
+def make_report(
+    records: Sequence[dict],
     *,
+    rows: Sequence[dict],
+    agent: dict[str, Any],
     protocol: Protocol,
-    engine: TransformersEngine,
-    max_turns: int,
-    batch_size: int,
-    max_prompt_length: int | None = None,
-    on_batch: Callable[[list[Rollout]], None] | None = None,
-) -> list[Rollout]:
+    settings: dict[str, Any],
+    retrieval: dict[str, Any],
+    normalizer: str = "squad",
+    seed: int = 0,
+    seconds: float | None = None,
+) -> dict[str, Any]:
     """
-    Play one rollout per question.
+    Everything that is known of an evaluation, for `evaluation.json`.
+
+    The figures are made of the records alone, so that an evaluation which was killed and went on has those of one that
+    was not; what depends on the clock is under `timing`.
 
     Args:
-        questions (`list[dict]`):
-            Rows with `question` and `golden_answers` (objectives x aliases).
+        records (`Sequence[dict]`):
+            The rollouts, one per question and sample, in any order.
+        rows (`Sequence[dict]`):
+            The questions.
+        agent (`dict`):
+            Who played: `model`, `base_model` of an adapter, `server_model`, …
         protocol ([`~mempo_trl.protocol.Protocol`]):
-            Prompts, tools and parsing.
-        engine ([`TransformersEngine`]):
-            Samples the turns.
-        max_turns (`int`):
-            Turns after which a rollout without an answer ends.
-        batch_size (`int`):
-            Rollouts that are played at the same time.
-        max_prompt_length (`int`, *optional*):
-            Tokens above which the next prompt does not fit.
-        on_batch (`Callable`, *optional*):
-            Called with the rollouts of each batch.
-
-    Returns:
-        `list[Rollout]`: In the order of the questions.
-    """
-    rollouts = []
-    for start in range(0, len(questions), batch_size):
-        generator = BatchGenerator(engine, engine.max_completion_length, engine.eos_token_ids)
-        batch = [
-            play(
-                row["question"],
-                row["golden_answers"],
-                protocol=protocol,
-                generator=generator,
-                call_tool=protocol.toolbox.call,
-                max_turns=max_turns,
-                max_prompt_length=max_prompt_length,
-            )
-            for row in questions[start : start + batch_size]
-        ]
-        played = run_in_event_loop(generator.run(batch))
-        rollouts += played
-        if on_batch is not None:
-            on_batch(played)
-    return rollouts
-
-
-def summarize(rollouts: list[Rollout], normalizer: str = "squad") -> dict[str, Any]:
-    """
-    Figures of an evaluation. Every rollout counts, whatever its outcome.
-
-    Args:
-        rollouts (`list[Rollout]`):
-            Played rollouts with golden answers.
+            The prompts and the tokenizer.
+        settings (`dict`), retrieval (`dict`):
+            The arguments of the run.
         normalizer (`str`, *optional*, defaults to `"squad"`):
-            Normaliser of `exact_match` and `f1`; those under the other one are there by name as well.
+            Normaliser of the figures in the tables.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the bootstrap.
+        seconds (`float`, *optional*):
+            Time of this run.
 
     Returns:
-        `dict[str, Any]`: Means over rollouts. `exact_match` and `f1` are means over objectives first;
-        `tokens_total_mean` sums prompt and completion over turns, `tokens_peak_mean` is that of the longest turn, both
-        with system prompt and question counted.
+        `dict[str, Any]`
     """
-    scores = {
-        (metric, name): [
-            statistics.fmean(score_answer(rollout.answer, rollout.golden_answers, metric, name))
-            for rollout in rollouts
-        ]
-        for metric in ("em", "f1")
-        for name in NORMALIZERS
+    records = in_order(records, rows)
+    questions = [[row_id(row), row["question"], row["golden_answers"]] for row in rows]
+    usage = [record["usage"] for record in records if record.get("usage") is not None]
+    tokenizer = protocol.tokenizer
+    return {
+        **agent,
+        "tokenizer": tokenizer.name_or_path,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "system_prompt": protocol.system_prompt,
+        "chat_template_hash": text_hash(tokenizer.chat_template),
+        "questions": {"num": len(rows), "hash": text_hash(json.dumps(questions, ensure_ascii=False))},
+        "settings": without_secrets(settings),
+        "retrieval": without_secrets(retrieval),
+        "tokens_counted": TOKENS_COUNTED,
+        "commit": get_git_commit_hash("mempo_trl"),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("mempo_trl", "transformers", "torch", "trl", "peft")
+        },
+        "results": summarize_by_objectives(records, normalizer, seed),
+        "results_by_dataset": summarize_by_dataset(records, normalizer, seed),
+        "server_usage": {name: sum(counts[name] for counts in usage) for name in usage[0]} if usage else None,
+        "timing": {"seconds": seconds, **latency(records)},
     }
-    summary = {
-        "num_rollouts": len(rollouts),
-        "normalizer": normalizer,
-        "exact_match": statistics.fmean(scores["em", normalizer]),
-        "f1": statistics.fmean(scores["f1", normalizer]),
+
+
+def write_report(folder: str | os.PathLike, report: dict[str, Any]) -> None:
+    """Write `evaluation.json` and `evaluation.md`, each in one go."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "evaluation.md", markdown(report))
+    write_text(folder / "evaluation.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+COLUMNS = {
+    "exact_match": "exact match",
+    "f1": "F1",
+    "pass_at_n": "pass@n",
+    "format_ok_frac": "format",
+    "tokens_total_mean": "tokens total",
+    "tokens_peak_mean": "tokens peak",
+    "turns_mean": "turns",
+}
+"""Figures of a table, with the words above them."""
+
+
+def table_rows(report: dict[str, Any]) -> list[tuple[str, dict]]:
+    """A name for each group of rollouts, and its figures: all, by number of objectives, and by set."""
+    groups = [("all" if name == "all" else f"k = {name}", row) for name, row in report["results"].items()]
+    if len(groups) == 2:  # one number of objectives is all of them
+        groups.pop()
+    sets = list(report["results_by_dataset"].items())
+    return groups + (sets if len(sets) > 1 else [])
+
+
+def figure(value: float | None) -> str:
+    """A figure as text: three decimals below 10, none above."""
+    return "none" if value is None else f"{value:.3f}" if value < 10 else f"{value:.0f}"
+
+
+def figure_interval(row: dict[str, Any], name: str) -> str:
+    """The 95% interval of a figure as text."""
+    return "–".join(map(figure, row["ci95"][name]))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as a Markdown page."""
+    every, settings, retrieval = report["results"]["all"], report["settings"], report["retrieval"]
+    facts = {
+        "model": report["model"],
+        "base model": report.get("base_model"),
+        "model on the server": report.get("server_model"),
+        "tokenizer": f"{report['tokenizer']} ({report['tokenizer_hash']})",
+        "chat template": report["chat_template_hash"],
+        "questions": f"{settings['dataset_name']}: {report['questions']['num']} ({report['questions']['hash']})",
+        "samples per question": every["num_samples"],
+        "context": settings["context"],
+        "temperature": settings["temperature"],
+        "max turns": settings["max_turns"],
+        "max completion length": settings["max_completion_length"],
+        "retrieval top k": retrieval["retrieval_top_k"],
+        "corpus hash": report.get("corpus_hash"),
+        "normaliser": every["normalizer"],
+        "seed": settings["seed"],
+        "commit": report["commit"],
+        "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
     }
-    for metric, key in (("exact_match", "em"), ("f1", "f1")):
-        for name in NORMALIZERS:
-            summary[f"{metric}_{name}"] = statistics.fmean(scores[key, name])
-    summary |= {
-        "format_ok_frac": statistics.fmean(rollout.well_formed for rollout in rollouts),
-        "tokens_total_mean": statistics.fmean(total_tokens(rollout) for rollout in rollouts),
-        "tokens_peak_mean": statistics.fmean(peak_tokens(rollout) for rollout in rollouts),
-        "turns_mean": statistics.fmean(len(rollout.turns) for rollout in rollouts),
-        "searches_mean": statistics.fmean(
-            sum(turn.outcome == "tool_call" and turn.response is not None for turn in rollout.turns)
-            for rollout in rollouts
-        ),
-        "tool_errors": sum(turn.tool_error is not None for rollout in rollouts for turn in rollout.turns),
-        "outcomes": {outcome: sum(rollout.outcome == outcome for rollout in rollouts) for outcome in OUTCOMES},
-    }
-    return summary
-
-
-def summarize_by_objectives(rollouts: list[Rollout], normalizer: str = "squad") -> dict[str, dict[str, Any]]:
-    """[`summarize`] of all rollouts (`"all"`), and of those with each number of objectives (`"1"`, `"2"`, …)."""
-    counts = sorted({len(rollout.golden_answers) for rollout in rollouts})
-    groups = {str(k): [rollout for rollout in rollouts if len(rollout.golden_answers) == k] for k in counts}
-    groups = {"all": rollouts, **groups}
-    return {name: summarize(group, normalizer) for name, group in groups.items()}
-
-
-def write_evaluation(folder: str, report: dict[str, Any], rollouts: list[Rollout]) -> None:
-    """
-    Write an evaluation: `evaluation.json` with the report and `rollouts.jsonl` with every rollout.
-
-    Args:
-        folder (`str`):
-            Where they go.
-        report (`dict`):
-            What was evaluated and with which settings, and the figures.
-        rollouts (`list[Rollout]`):
-            The rollouts.
-    """
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    with open(path / "rollouts.jsonl", "w", encoding="utf-8") as file:
-        for rollout in rollouts:
-            file.write(json.dumps(rollout_record(rollout), ensure_ascii=False) + "\n")
-    (path / "evaluation.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = ["# Evaluation", "", "| | |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in facts.items() if value is not None]
+    lines += [
+        "",
+        "## Results",
+        "",
+        f"| | questions | rollouts | {' | '.join(COLUMNS.values())} | searches | failures |",
+    ]
+    lines.append("| --- |" + " ---: |" * (len(COLUMNS) + 4))
+    for name, row in table_rows(report):
+        cells = [f"{figure(row[column])} ({figure_interval(row, column)})" for column in COLUMNS]
+        lines.append(
+            f"| {name} | {row['num_questions']} | {row['num_rollouts']} | {' | '.join(cells)} | "
+            f"{figure(row['searches_mean'])} | {row['failures']} |"
+        )
+    lines += ["", "In brackets the 95% interval of a bootstrap over questions. Exact match and F1 are means over "
+              "objectives first; pass@n is the exact match of the best sample of a question.", ""]  # fmt: skip
+    lines += ["| | squad | words |", "| --- | ---: | ---: |"]
+    for name, label in (("exact_match", "exact match"), ("f1", "F1")):
+        lines.append(f"| {label} | {figure(every[f'{name}_squad'])} | {figure(every[f'{name}_words'])} |")
+    lines += ["", "| tokens per rollout | mean | what is counted |", "| --- | ---: | --- |"]
+    for name, told in report["tokens_counted"].items():
+        if name in every and name != "failures":
+            lines.append(f"| {name.removesuffix('_mean')} | {figure(every[name])} | {told} |")
+    outcomes = ", ".join(f"{name} {count}" for name, count in every["outcomes"].items() if count)
+    lines += ["", f"Outcomes: {outcomes}. Searches that failed: {every['tool_errors']}. Of rollouts: "
+              f"{report['tokens_counted']['failures']}.", "", "## System prompt", "", "```text",
+              report["system_prompt"], "```"]  # fmt: skip
+    return "\n".join(lines) + "\n"

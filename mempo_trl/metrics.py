@@ -5,13 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from .monitoring import OUTCOMES
 from .rewards import NORMALIZERS, score_answer
+from .runner import FAILED, row_id
 
-
-FAILED = "failed"
-"""Outcome of a rollout that could not be played to an end: a server that did not answer, for instance."""
-
-OUTCOMES = ("answer", "no_action", "truncated", "out_of_turns", "out_of_context", FAILED)
 
 TOKENS_COUNTED = {
     "tokens_total_mean": "prompt and completion of every turn, system prompt and question included",
@@ -40,11 +37,6 @@ COSTS = (
 )
 
 
-def question_key(record: dict) -> str:
-    """What tells a question from others: its `id`, or its text in records without one."""
-    return str(record["question"] if record.get("id") is None else record["id"])
-
-
 def rollout_figures(record: dict) -> dict[str, float | None]:
     """
     Figures of one rollout.
@@ -70,7 +62,7 @@ def rollout_figures(record: dict) -> dict[str, float | None]:
     for key, (metric, normalizer) in _SCORES.items():
         scores = score_answer(answer, record["golden_answers"], metric, normalizer)
         figures[key] = sum(scores) / len(scores)
-    figures["format_ok"] = float(record["well_formed"] and not failed)
+    figures["format_ok"] = float(not failed and record["well_formed"])
     if failed:
         return figures | dict.fromkeys(COSTS)
     turns = record["turns"]
@@ -145,7 +137,7 @@ def by_question(records: Sequence[dict], names: Sequence[str]) -> tuple[list[str
         figure is defined. # (Q,), (Q, F), (Q, F)
     """
     keys: dict[str, int] = {}
-    index = np.array([keys.setdefault(question_key(record), len(keys)) for record in records])
+    index = np.array([keys.setdefault(row_id(record), len(keys)) for record in records])
     values = np.array(
         [[np.nan if figures[name] is None else figures[name] for name in names] for figures in map(rollout_figures, records)]
     )  # fmt: skip
@@ -183,7 +175,7 @@ def summarize(records: Sequence[dict], normalizer: str = "squad", seed: int = 0)
     best: dict[str, float] = dict.fromkeys(keys, 0.0)
     samples: dict[str, int] = dict.fromkeys(keys, 0)
     for record in records:
-        key, figures = question_key(record), rollout_figures(record)
+        key, figures = row_id(record), rollout_figures(record)
         best[key] = max(best[key], figures[f"exact_match_{normalizer}"])
         samples[key] += 1
     sums = np.column_stack([sums, list(best.values())])
@@ -207,8 +199,10 @@ def summarize(records: Sequence[dict], normalizer: str = "squad", seed: int = 0)
         "normalizer": normalizer,
         **{name: mean[name] for name in order},
         "failures": sum(record["outcome"] == FAILED for record in records),
-        "tool_errors": sum(turn["tool_error"] is not None for turn in turns),
-        "outcomes": {outcome: sum(record["outcome"] == outcome for record in records) for outcome in OUTCOMES},
+        "tool_errors": sum(turn.get("tool_error") is not None for turn in turns),
+        "outcomes": {
+            outcome: sum(record["outcome"] == outcome for record in records) for outcome in (*OUTCOMES, FAILED)
+        },
         "ci95": {name: ci95[name] for name in order},
     }
 

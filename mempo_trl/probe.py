@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from .config import ANSWER_TEMPLATE
 from .data.cold_start import replay
 from .memory_reward import MemoryRewardCallback
-from .metrics import FAILED, question_key
 from .protocol import Protocol
 from .rewards import NORMALIZERS, exact_match, split_answers
 from .rollout import Rollout
+from .runner import FAILED, row_id
 
 
 DEFINITIONS = {
@@ -125,8 +125,8 @@ def probe_rollout(record: dict, normalizer: str = "squad") -> dict[str, Any]:
     ]
     memories = [normalize(turn.get("memory") or "") for turn in turns]
     question = normalize(record["question"])
-    answered = record["answer"] is not None
-    answers = split_answers(record["answer"], len(golden))
+    given_answer = record.get("answer")  # a rollout that failed has none
+    answers = split_answers(given_answer, len(golden))
     objectives: list[dict | None] = []
     claimed = []
     for answer, aliases in zip(answers, golden, strict=True):
@@ -135,7 +135,7 @@ def probe_rollout(record: dict, normalizer: str = "squad") -> dict[str, Any]:
             objectives.append(None)
             continue
         given = normalize(answer)
-        result = probe_objective(documents, memories, given, wanted, answered)
+        result = probe_objective(documents, memories, given, wanted, given_answer is not None)
         result["right"] = exact_match(answer, aliases, normalizer) == 1.0
         result["unsupported"] = None
         if given not in _YES_NO:
@@ -151,7 +151,7 @@ def probe_rollout(record: dict, normalizer: str = "squad") -> dict[str, Any]:
         )
     ]
     return {
-        "id": question_key(record),
+        "id": row_id(record),
         "sample": record.get("sample", 0),
         "outcome": record["outcome"],
         "objectives": objectives,
@@ -268,7 +268,7 @@ def probe_probabilities(
                 turns.append({"P_mem": turn.p_mem, "P_full": turn.p_full, "R_M": turn.memory_reward})
                 if turn.memory_reward is not None:
                     values.setdefault(number, []).append((turn.p_mem, turn.p_full, turn.memory_reward))
-            rollouts.append({"id": question_key(record), "sample": record.get("sample", 0), "turns": turns})
+            rollouts.append({"id": row_id(record), "sample": record.get("sample", 0), "turns": turns})
         if on_batch is not None:
             on_batch(len(batch))
     by_turn = {

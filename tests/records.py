@@ -31,6 +31,7 @@ def record(answer, golden_answers, turns=None, outcome: str = "answer", question
     return defaults | kwargs
 
 
-def failed(golden_answers, **kwargs) -> dict:
-    """A rollout that could not be played."""
-    return record(None, golden_answers, [], "failed", error="no server", **kwargs)
+def failed(golden_answers, question: str = "q", **kwargs) -> dict:
+    """A rollout that could not be played, as `play_questions` writes it."""
+    known = {"question": question, "golden_answers": golden_answers, "outcome": "failed", "turns": []}
+    return known | {"error": "no server", **kwargs}

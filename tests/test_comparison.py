@@ -16,7 +16,6 @@ from mempo_trl.comparison import (
     markdown,
     mcnemar_test,
     pair,
-    read_records,
     sign_flip_test,
 )
 from mempo_trl.metrics import summarize_by_objectives
@@ -126,7 +125,7 @@ def evaluation(records: list[dict], **settings) -> tuple[dict, list[dict]]:
     """A report with the settings, and its rollouts."""
     settings = {"max_turns": 4, "temperature": 0.0, "num_samples": 1} | settings
     retrieval = {"retrieval_top_k": settings.pop("retrieval_top_k", 3)}
-    top = {name: settings.pop(name, "same") for name in ("corpus_hash", "tokenizer_hash", "prompt_hash")}
+    top = {name: settings.pop(name, "same") for name in ("corpus_hash", "tokenizer_hash")}
     report = {**top, "settings": {"normalizer": "squad", **settings}, "retrieval": retrieval}
     return report | {"results": summarize_by_objectives(records)}, records
 
@@ -224,19 +223,3 @@ def test_missing_files_are_named(tmp_path):
     for path, name in (("nowhere", "nowhere"), ("a", "rollouts.jsonl")):
         with pytest.raises(FileNotFoundError, match=f"{name}.*finished `mempo evaluate`"):
             cli.main(["compare", str(tmp_path / path), str(tmp_path / "a")])
-
-
-def test_reading_rollouts(tmp_path):
-    """Rollouts without turns are read, a last line cut by a kill is left out, and any other bad line is named."""
-    path = tmp_path / "rollouts.jsonl"
-    good = json.dumps(failed([["x"]]))
-    path.write_text(good + "\n\n" + good[:-20])
-    assert read_records(path) == [failed([["x"]])]
-    for bad, number in (
-        (good[:-20] + "\n" + good + "\n", 1),
-        (good + "\n[1]\n", 2),
-        (good + '\n{"question": "q"}', 2),
-    ):
-        path.write_text(bad)
-        with pytest.raises(ValueError, match=f"Line {number} of .* is not a rollout"):
-            read_records(path)

@@ -1,118 +1,30 @@
-"""Evaluation: figures by hand, batched generation against one prompt at a time, and an agent that knows nothing."""
+"""Evaluation: batched generation against one prompt at a time, and the report of what is on disk."""
 
 import asyncio
 import json
+import os
+import random
 
 import pytest
 import torch
-from conftest import EOS, call, generation, search, tiny_model
+from conftest import EOS, byte_tokenizer, tiny_model
+from records import failed, record, turn
 
 from mempo_trl.evaluation import (
     TransformersEngine,
+    check_resumable,
+    in_order,
+    make_report,
+    markdown,
     model_eos_token_ids,
-    run_agent,
-    summarize,
-    summarize_by_objectives,
-    write_evaluation,
+    table_rows,
+    tokenizer_hash,
+    weights_stamp,
+    without_secrets,
+    write_report,
 )
 from mempo_trl.generation import BatchGenerator, Generator
-from mempo_trl.protocol import Protocol
-from mempo_trl.rollout import Rollout, Turn
-from mempo_trl.tools import Toolbox
-
-
-def turn(prompt: int, completion: int, outcome: str = "tool_call", **kwargs) -> Turn:
-    """A turn of so many tokens."""
-    kwargs = {"well_formed": True, "response": "found" if outcome == "tool_call" else None, **kwargs}
-    return Turn([0] * prompt, [1] * completion, None, "text", outcome, carried=completion, **kwargs)
-
-
-def rollout(answer: str | None, golden_answers, turns: list[Turn], outcome: str = "answer") -> Rollout:
-    return Rollout("q", golden_answers, [0] * 10, turns, outcome, answer)
-
-
-@pytest.fixture
-def four_rollouts() -> list[Rollout]:
-    """Three of one objective, one of two; two answers, one of them wrong in part."""
-    return [
-        # One search, then "The U.S." for "US": squad "us" = "us"; words "the u s" against "us".
-        rollout("The U.S.", [["US"]], [turn(10, 5), turn(25, 7, "answer")]),
-        # No search. "Anna Anna Smith" for "Anna Smith".
-        rollout("Anna Anna Smith", [["Anna Smith"]], [turn(10, 4, "answer", well_formed=False)]),
-        # Two searches, one of them in the last turn that was allowed, which is not made any more; one failed tool.
-        rollout(None, [["cat"]], [turn(10, 5, tool_error="no network"), turn(30, 50, response=None)], "out_of_turns"),
-        # A bad call, a search, and the answers to two objectives, the second wrong.
-        rollout(
-            "cat; Rome",
-            [["cat", "a cat"], ["Paris"]],
-            [turn(10, 5, "bad_call", well_formed=False, response="Error"), turn(20, 5), turn(20, 15, "answer")],
-        ),
-    ]
-
-
-def test_figures_by_hand(four_rollouts):
-    """Every figure of the summary under each normaliser, derived by hand."""
-    # Exact match, squad: "us" = "us" 1; "anna anna smith" 0; no answer 0; two objectives 1 and 0, mean 0.5.
-    #   (1 + 0 + 0 + 0.5) / 4 = 0.375. Words: "the u s" is not "us": 0.5 / 4 = 0.125.
-    # F1, squad: 1; "anna anna smith" (3 tokens) against "anna smith" (2), 2 in common as a multiset: 4 / 5 = 0.8;
-    #   0; 0.5. Sum 2.3. Words: {the, u, s} against {us} 0; as sets {anna, smith} both: 1; 0; 0.5. Sum 1.5.
-    # Tokens, prompt and completion of every turn: 15 + 32 = 47; 14; 15 + 80 = 95; 15 + 25 + 35 = 75. Sum 231.
-    # Peak, the longest turn: 32; 14; 80; 35. Sum 161.
-    # Turns 2 + 1 + 2 + 3 = 8. Searches made: 1, 0, 1, 1. Well formed: 1, 0, 1, 0.
-    figures = summarize(four_rollouts)
-    expected = {
-        "num_rollouts": 4,
-        "normalizer": "squad",
-        "exact_match": 1.5 / 4,
-        "f1": 2.3 / 4,
-        "exact_match_squad": 1.5 / 4,
-        "exact_match_words": 0.5 / 4,
-        "f1_squad": 2.3 / 4,
-        "f1_words": 1.5 / 4,
-        "format_ok_frac": 2 / 4,
-        "tokens_total_mean": 231 / 4,
-        "tokens_peak_mean": 161 / 4,
-        "turns_mean": 8 / 4,
-        "searches_mean": 3 / 4,
-        "tool_errors": 1,
-        "outcomes": {"answer": 3, "no_action": 0, "truncated": 0, "out_of_turns": 1, "out_of_context": 0},
-    }
-    assert figures == {
-        name: value if isinstance(value, (str, dict)) else pytest.approx(value, abs=1e-12)
-        for name, value in expected.items()
-    }
-    words = summarize(four_rollouts, "words")
-    assert (words["normalizer"], words["exact_match"], words["f1"]) == ("words", 0.125, 0.375)
-    same = ("exact_match_squad", "f1_words", "tokens_total_mean", "outcomes")
-    assert [words[name] for name in same] == [figures[name] for name in same]
-
-
-def test_figures_by_number_of_objectives(four_rollouts):
-    """All rollouts first, then those of each number of objectives in rising order, each with its own means."""
-    twelve = rollout(None, [["a"]] * 12, [turn(10, 1, "no_action")], "no_action")
-    figures = summarize_by_objectives([twelve, *four_rollouts])
-    assert list(figures) == ["all", "1", "2", "12"]
-    assert [row["num_rollouts"] for row in figures.values()] == [5, 3, 1, 1]
-    assert figures["1"] == summarize(four_rollouts[:3])
-    assert (figures["2"]["exact_match"], figures["2"]["tokens_total_mean"]) == (0.5, 75)
-    assert figures["all"]["exact_match"] == 1.5 / 5
-    assert summarize_by_objectives(four_rollouts, "words")["1"]["normalizer"] == "words"
-    assert list(summarize_by_objectives(four_rollouts[:3])) == ["all", "1"]
-
-
-def test_files_of_an_evaluation(four_rollouts, tmp_path):
-    """The report and one line per rollout are written as they are, in text that a person can read."""
-    report = {"model": "里德", "results": summarize_by_objectives(four_rollouts)}
-    four_rollouts[0].question = "里德学院?"
-    write_evaluation(str(tmp_path / "new" / "folder"), report, four_rollouts)
-    folder = tmp_path / "new" / "folder"
-    assert json.loads((folder / "evaluation.json").read_text(encoding="utf-8")) == report
-    lines = (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-    assert "里德学院?" in lines[0]
-    records = [json.loads(line) for line in lines]
-    assert [record["answer"] for record in records] == ["The U.S.", "Anna Anna Smith", None, "cat; Rome"]
-    assert [record["tokens_total"] for record in records] == [47, 14, 95, 75]
-    assert [record["tokens_peak"] for record in records] == [32, 14, 80, 35]
+from mempo_trl.metrics import summarize_by_dataset, summarize_by_objectives
 
 
 PROMPTS = ["a", "What is the pet of Anna?", "Search. " * 8, "\n"]
@@ -209,76 +121,6 @@ def test_pad_token_of_a_tokenizer_without_one(tokenizer, smollm2_tokenizer):
     assert completion == plain[2][: plain[2].index(plain[2][1]) + 1]
 
 
-class ScriptedEngine(TransformersEngine):
-    """An engine that answers each prompt with the question that it sees, after a search in odd questions."""
-
-    def __init__(self, model, tokenizer, protocol):
-        super().__init__(model, tokenizer, max_completion_length=300)
-        self.tokenizer, self.protocol, self.batches = tokenizer, protocol, []
-
-    def __call__(self, prompts, idle=False):
-        self.batches.append(len(prompts))
-        turns = []
-        for ids in prompts:
-            text = self.tokenizer.decode(ids)
-            number = int(text.split("number ")[1].split("?")[0])
-            searched = "Doc 1" in text
-            turns.append(
-                call(f"number {number}?")
-                if number % 2 and not searched
-                else f"{'<mem>seen</mem>' if searched else ''}<answer>{number}</answer>"
-            )
-        return [generation(self.tokenizer, turn).ids for turn in turns], None
-
-
-def test_rollouts_come_in_the_order_of_the_questions(tokenizer):
-    """
-    One rollout per question, in their order, whatever batch a question is in and however many turns it takes; each
-    batch is reported once, and a turn of a batch is one call of the engine.
-    """
-    protocol = Protocol(tokenizer, Toolbox([search]), system_prompt="Search.")
-    engine = ScriptedEngine(tiny_model(tokenizer), tokenizer, protocol)
-    questions = [{"question": f"Which is number {n}?", "golden_answers": [[str(n)]]} for n in range(7)]
-    reported = []
-    rollouts = run_agent(
-        questions, protocol=protocol, engine=engine, max_turns=3, batch_size=3, on_batch=reported.append
-    )
-    assert [rollout.question for rollout in rollouts] == [row["question"] for row in questions]
-    assert [rollout.answer for rollout in rollouts] == list("0123456")
-    assert [len(rollout.turns) for rollout in rollouts] == [1, 2, 1, 2, 1, 2, 1]
-    assert [len(batch) for batch in reported] == [3, 3, 1]
-    assert [rollout for batch in reported for rollout in batch] == rollouts
-    # 0 1 2: three first turns, then that of 1; 3 4 5: three, then 3 and 5; 6: one.
-    assert engine.batches == [3, 1, 3, 2, 1]
-    assert summarize(rollouts)["exact_match"] == 1.0
-
-
-@pytest.mark.parametrize("limit", [{"max_turns": 1}, {"max_turns": 3, "max_prompt_length": 10}])
-def test_limits_of_a_rollout(tokenizer, limit):
-    """`max_turns` and `max_prompt_length` end rollouts that go on searching."""
-    protocol = Protocol(tokenizer, Toolbox([search]), system_prompt="Search.")
-    engine = ScriptedEngine(tiny_model(tokenizer), tokenizer, protocol)
-    questions = [{"question": "Which is number 1?", "golden_answers": [["1"]]}]
-    (played,) = run_agent(questions, protocol=protocol, engine=engine, batch_size=8, **limit)
-    assert played.outcome == ("out_of_turns" if limit["max_turns"] == 1 else "out_of_context")
-    assert played.answer is None and len(played.turns) == 1
-
-
-@pytest.mark.parametrize("context", ["memory", "full"])
-def test_an_untrained_agent_runs_through(tokenizer, context):
-    """An agent that writes noise gives rollouts that are cut or do nothing, and figures for them."""
-    protocol = Protocol(tokenizer, Toolbox([search]), context=context, system_prompt="Search.")
-    engine = TransformersEngine(tiny_model(tokenizer).eval(), tokenizer, max_completion_length=10)
-    questions = [{"question": f"Question {n}?", "golden_answers": [["cat"], ["dog"]]} for n in range(5)]
-    torch.manual_seed(0)
-    rollouts = run_agent(questions, protocol=protocol, engine=engine, max_turns=4, batch_size=2)
-    figures = summarize(rollouts)
-    assert figures["exact_match"] == figures["f1"] == figures["format_ok_frac"] == 0.0
-    assert sum(figures["outcomes"].values()) == 5
-    assert {rollout.outcome for rollout in rollouts} <= {"truncated", "no_action"}
-    assert all(len(rollout.turns[0].completion_ids) <= 10 for rollout in rollouts)
-
-
 def test_engine_is_what_the_batch_generator_expects(tokenizer):
     """The engine and its limits go into a `BatchGenerator` as they are; a full turn without an end was cut."""
     engine = TransformersEngine(tiny_model(tokenizer).eval(), tokenizer, max_completion_length=4, temperature=0)
@@ -292,3 +134,144 @@ def test_engine_is_what_the_batch_generator_expects(tokenizer):
     assert [len(one.ids) for one in made] == [4] * 4
     assert {one.finish_reason for one in made} == {"length"}
     assert [one.logps for one in made] == [None] * 4
+
+
+ROWS = [
+    {"id": "b", "question": "Second?", "golden_answers": [["x"]], "dataset": "nq"},
+    {"id": "a", "question": "First?", "golden_answers": [["x"], ["y"]], "dataset": "hotpotqa"},
+    {"id": "c", "question": "Third?", "golden_answers": [["z"]], "dataset": "nq"},
+]
+
+
+def records(num_samples: int = 2) -> list[dict]:
+    """Rollouts of each question, with costs whose sum depends on the order of the summands."""
+    rng = random.Random(0)
+    return [
+        record(
+            "x", row["golden_answers"], [turn(10, rng.randint(1, 99), "answer")], sample=sample, seconds=0.1, **more
+        )
+        for row in ROWS
+        for sample in range(num_samples)
+        for more in [{name: row[name] for name in ("id", "question", "dataset")}]
+    ]
+
+
+def report_of(rows, protocol, **kwargs) -> dict:
+    settings = {"dataset_name": "q.jsonl", "context": "memory", "temperature": 0.0, "max_turns": 4, "seed": 0}
+    return make_report(
+        rows,
+        rows=ROWS,
+        agent={"model": "里德/agent", "base_model": None, "corpus_hash": "0123"},
+        protocol=protocol,
+        settings=settings | {"max_completion_length": 8},
+        retrieval={"retrieval_top_k": 3},
+        **kwargs,
+    )
+
+
+def test_report_does_not_depend_on_the_order(protocol):
+    """The report is the same whatever order the rollouts were finished in, but for what is under `timing`."""
+    played = records()
+    whole = report_of(played, protocol, seconds=1.0)
+    assert whole["timing"] == {
+        "seconds": 1.0,
+        "rollout_seconds_mean": pytest.approx(0.1),
+        "rollout_seconds_median": 0.1,
+        "rollout_seconds_p95": 0.1,
+        "search_seconds_mean": None,
+    }
+    for seed in range(5):
+        shuffled = random.Random(seed).sample(played, len(played))
+        for row in shuffled:
+            row["seconds"] = random.random()
+        other = report_of(shuffled, protocol, seconds=7.0)
+        assert other.pop("timing") != whole["timing"]
+        assert json.dumps(other) == json.dumps({name: whole[name] for name in other})
+    assert [row["id"] for row in in_order(reversed(played), ROWS)] == ["b", "b", "a", "a", "c", "c"]
+
+
+def test_what_a_report_states(protocol, tokenizer, tmp_path):
+    """Agent, tokenizer, prompt, template, corpus, questions, versions and figures are in the files, in plain text."""
+    played = records()
+    played[3] = failed([["x"], ["y"]], id="a", question="First?", dataset="hotpotqa", sample=1)
+    report = report_of(played, protocol)
+    assert report["results"] == summarize_by_objectives(played)
+    assert report["results_by_dataset"] == summarize_by_dataset(played)
+    assert (report["model"], report["corpus_hash"], report["questions"]["num"]) == ("里德/agent", "0123", 3)
+    assert report["system_prompt"] == protocol.system_prompt and report["server_usage"] is None
+    assert report["tokenizer_hash"] == tokenizer_hash(tokenizer)
+    assert {"mempo_trl", "transformers", "torch", "trl", "peft"} == set(report["versions"])
+    write_report(tmp_path / "new" / "folder", report)
+    folder = tmp_path / "new" / "folder"
+    assert sorted(path.name for path in folder.iterdir()) == ["evaluation.json", "evaluation.md"]
+    assert json.loads((folder / "evaluation.json").read_text(encoding="utf-8")) == report
+    page = (folder / "evaluation.md").read_text(encoding="utf-8")
+    assert page == markdown(report)
+    for text in (
+        "里德/agent",
+        "| temperature | 0.0 |",
+        "| corpus hash | 0123 |",
+        protocol.system_prompt,
+        "| nq | 2 |",
+    ):
+        assert text in page
+    assert "Outcomes: answer 5, failed 1." in page and "system prompt and question included" in page
+
+
+def test_groups_of_a_table(protocol):
+    """The table has all rollouts, each number of objectives, and each set; a single one of a kind is not repeated."""
+    assert [name for name, _ in table_rows(report_of(records(), protocol))] == [
+        "all",
+        "k = 1",
+        "k = 2",
+        "hotpotqa",
+        "nq",
+    ]
+    report = {"results": {"all": 1, "2": 1}, "results_by_dataset": {"nq": 1}}
+    assert table_rows(report) == [("all", 1)]
+
+
+def test_usage_of_a_server(protocol):
+    """What a server counted is summed over the rollouts that have it."""
+    played = records()
+    for number, row in enumerate(played):
+        row["usage"] = {"prompt_tokens": 10, "completion_tokens": number}
+    assert report_of(played, protocol)["server_usage"] == {"prompt_tokens": 60, "completion_tokens": 15}
+
+
+def test_other_rollouts_in_the_folder():
+    """A part of what is asked for is gone on with; rollouts of other questions or more samples are refused."""
+    played = records()
+    check_resumable(played[:3], ROWS, 2, "out")
+    check_resumable([], ROWS, 1, "out")
+    for rows, num_samples, surplus in ((ROWS, 1, 3), (ROWS[:2], 2, 2)):
+        with pytest.raises(ValueError, match=f"'out' holds {surplus} rollouts .*--overwrite"):
+            check_resumable(played, rows, num_samples, "out")
+
+
+def test_tokenizer_hash(tokenizer, smollm2_tokenizer, tmp_path):
+    """A tokenizer has the same hash wherever it is loaded from and however it was called, and another one another."""
+    one = tokenizer_hash(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = type(tokenizer).from_pretrained(tmp_path, padding_side="right")
+    loaded(["a", "long text"], padding=True, truncation=True, max_length=3)
+    assert one == tokenizer_hash(byte_tokenizer()) == tokenizer_hash(loaded)
+    assert len({one, tokenizer_hash(byte_tokenizer(tags_are_tokens=False)), tokenizer_hash(smollm2_tokenizer)}) == 3
+
+
+def test_weights_stamp(tmp_path):
+    """New weights in the same folder are told from the old ones; a name on the Hub has no stamp."""
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    stamp = weights_stamp(str(tmp_path))
+    (tmp_path / "notes.txt").write_text("no weights")
+    assert weights_stamp(str(tmp_path)) == stamp
+    os.utime(tmp_path / "model.safetensors", ns=(0, 1))
+    assert weights_stamp(str(tmp_path)) != stamp
+    assert weights_stamp("org/model-on-the-hub") is None
+
+
+def test_settings_without_secrets():
+    """URLs lose user, query and fragment wherever they are; everything else stays."""
+    settings = {"url": ["https://me:pw@host:8000/v1?key=secret#x"], "n": 1, "inner": {"u": "http://h/p"}, "t": "a?b"}
+    expected = {"url": ["https://host:8000/v1"], "n": 1, "inner": {"u": "http://h/p"}, "t": "a?b"}
+    assert without_secrets(settings) == expected

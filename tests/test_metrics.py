@@ -11,7 +11,6 @@ import pytest
 from records import failed, record, turn
 
 from mempo_trl.metrics import (
-    OUTCOMES,
     bootstrap_sums,
     interval,
     latency,
@@ -20,6 +19,7 @@ from mempo_trl.metrics import (
     summarize_by_dataset,
     summarize_by_objectives,
 )
+from mempo_trl.monitoring import OUTCOMES
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_figures_by_hand(four_records):
         "searches_mean": 3 / 4,
         "failures": 0,
         "tool_errors": 1,
-        "outcomes": {**dict.fromkeys(OUTCOMES, 0), "answer": 3, "out_of_turns": 1},
+        "outcomes": {**dict.fromkeys((*OUTCOMES, "failed"), 0), "answer": 3, "out_of_turns": 1},
     }
     assert figures == {
         name: value if isinstance(value, (str, dict)) else pytest.approx(value, abs=1e-12)

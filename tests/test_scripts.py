@@ -389,35 +389,37 @@ def evaluate_arguments(folder: Path, model: str, output: Path, *more: str) -> li
     return ["evaluate", *given, "--max_completion_length", "8", "--system_prompt", "Search.", *more]
 
 
-def test_evaluate(trained, folder, capsys, tmp_path):
+def test_evaluate(trained, folder, model_folder, capsys, tmp_path):
     """
     `mempo evaluate` plays the agent, an adapter here, on every question, and writes its figures with all that is needed
-    to make them again, the rollouts in the order of the questions, and a table.
+    to make them again, the rollouts, a page and a table.
     """
     assert cli.main(evaluate_arguments(folder, str(trained), tmp_path, "--seed", "5", "--batch_size", "2")) == 0
     report = json.loads((tmp_path / "evaluation.json").read_text(encoding="utf-8"))
-    assert set(report) == {
-        *("model", "settings", "retrieval", "tokens_counted", "seconds", "commit", "versions", "results"),
-    }
-    assert report["model"] == str(trained)
+    assert report["model"] == str(trained) and report["base_model"] == model_folder
     settings = {
         name: report["settings"][name] for name in ("seed", "max_turns", "temperature", "normalizer", "context")
     }
     assert settings == {"seed": 5, "max_turns": 2, "temperature": 1.0, "normalizer": "squad", "context": "memory"}
-    assert report["retrieval"]["retrieval_top_k"] == 3
+    assert report["retrieval"]["retrieval_top_k"] == 3 and len(report["corpus_hash"]) == 64
+    assert report["system_prompt"].startswith("Search.")
     assert report["versions"]["trl"] == importlib.metadata.version("trl")
-    assert report["seconds"] > 0 and "system prompt" in report["tokens_counted"]
+    assert report["timing"]["seconds"] > 0
+    assert "system prompt and question included" in report["tokens_counted"]["tokens_total_mean"]
     assert list(report["results"]) == ["all", "1"] and report["results"]["all"]["num_rollouts"] == 3
 
-    records = read_lines(tmp_path / "rollouts.jsonl")
-    assert [record["question"] for record in records] == [f"What is the pet of {name}?" for name in NAMES]
+    records = {record["question"]: record for record in read_lines(tmp_path / "rollouts.jsonl")}
+    assert sorted(records) == [f"What is the pet of {name}?" for name in NAMES]
+    assert all("Search." in record["prefix"] for record in records.values())
     for name, figure in (("tokens_total", "tokens_total_mean"), ("tokens_peak", "tokens_peak_mean")):
-        assert report["results"]["all"][figure] == pytest.approx(sum(record[name] for record in records) / 3)
+        mean = sum(record[name] for record in records.values()) / 3
+        assert report["results"]["all"][figure] == pytest.approx(mean)
     table = capsys.readouterr().out
     # Headers are whole words even in the 80 columns of a file.
-    words = ("normaliser: squad", "objectives", "rollouts", "exact", "match", "format", "total", "peak", "turns")
+    words = ("normaliser: squad", "rollouts", "exact", "match", "format", "total", "peak", "turns")
     assert all(word in table for word in words)
     assert "…" not in table and re.search(r"\ball\b.*\b3\b", table)
+    assert "| all | 3 | 3 |" in (tmp_path / "evaluation.md").read_text(encoding="utf-8")
 
 
 def test_evaluate_is_repeatable(folder, model_folder, tmp_path):
@@ -425,7 +427,8 @@ def test_evaluate_is_repeatable(folder, model_folder, tmp_path):
 
     def rollouts(name: str, *more: str) -> list[str]:
         cli.main(evaluate_arguments(folder, model_folder, tmp_path / name, *more))
-        return [record["turns"][0]["completion"] for record in read_lines(tmp_path / name / "rollouts.jsonl")]
+        records = read_lines(tmp_path / name / "rollouts.jsonl")
+        return [row["turns"][0]["completion"] for row in sorted(records, key=lambda row: row["question"])]
 
     assert rollouts("a", "--seed", "1") == rollouts("b", "--seed", "1") != rollouts("c", "--seed", "2")
     assert rollouts("d", "--temperature", "0") == rollouts("e", "--temperature", "0", "--seed", "7")

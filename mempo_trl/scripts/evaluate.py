@@ -1,28 +1,46 @@
 """`mempo evaluate`: exact match, F1 and token cost of an agent over a file of questions."""
 
 import argparse
-import importlib.metadata
-import re
+import json
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
+from peft import PeftModel
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import set_seed
+from transformers import GenerationConfig, set_seed
 from trl import ModelConfig, TrlParser
-from trl.scripts.utils import get_git_commit_hash
 
 from mempo_trl import load_questions
+from mempo_trl.endpoints import ChatGenerator, CompletionsGenerator
 from mempo_trl.evaluation import (
+    COLUMNS,
     TransformersEngine,
-    run_agent,
-    summarize,
-    summarize_by_objectives,
-    write_evaluation,
+    check_resumable,
+    eos_token_ids,
+    figure,
+    figure_interval,
+    in_order,
+    make_report,
+    table_rows,
+    text_hash,
+    tokenizer_hash,
+    weights_stamp,
+    without_secrets,
+    write_report,
+    write_text,
 )
+from mempo_trl.metrics import rollout_figures
+from mempo_trl.probe import DEFINITIONS, probe_probabilities, probe_texts
+from mempo_trl.probe import table_rows as probe_rows
 from mempo_trl.protocol import Protocol, load_chat_template
+from mempo_trl.runner import FAILED, play_questions, read_records
+from mempo_trl.scoring import RowScorer
 from mempo_trl.scripts.arguments import RetrievalArguments, load_model, load_tokenizer, make_search_tool
 from mempo_trl.tools import Toolbox
 
@@ -33,131 +51,339 @@ class EvaluateArguments:
     What to evaluate, and how.
 
     Args:
-        dataset_name (`str`):
-            Questions: a JSON, JSONL, Parquet or CSV file, or a data set on the Hub.
         output_dir (`str`):
-            Folder for `evaluation.json` and `rollouts.jsonl`.
+            Folder for `rollouts.jsonl`, `evaluation.json` and `evaluation.md`. An evaluation that was killed goes on
+            there.
+        dataset_name (`str`, *optional*):
+            Questions: a JSON, JSONL, Parquet or CSV file, or a data set on the Hub. Without it, `probe_memory` reads
+            the rollouts that are in `output_dir`.
         dataset_config (`str`, *optional*), dataset_split (`str`, *optional*, defaults to `"test"`):
             Configuration and split of a data set on the Hub.
         max_questions (`int`, *optional*):
             Only the first so many questions.
+        num_samples (`int`, *optional*, defaults to `1`):
+            Rollouts per question.
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Start anew instead of going on with what is in `output_dir`.
+        probe_memory (`bool`, *optional*, defaults to `False`):
+            Say what the memories keep: `probe.json`, with answer probabilities if the model is here.
+
+        > Agent
+
+        server_url (`list[str]`, *optional*):
+            URLs of vLLM servers that run the model, instead of running it here. `model_name_or_path` still names the
+            tokenizer.
+        chat_url (`list[str]`, *optional*):
+            URLs of an OpenAI-compatible chat endpoint instead. Tokens are counted with the tokenizer of
+            `model_name_or_path`.
+        server_model (`str`, *optional*):
+            Name of the model on the server. Defaults to `model_name_or_path`.
+        api_key_env (`str`, *optional*):
+            Environment variable that holds the server's API key.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature; 0 is greedy.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Rollouts that are played at the same time.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the sampling and of the bootstrap.
+
+        > Rollout
+
         context (`str`, *optional*, defaults to `"memory"`):
             What a turn sees: `"memory"` or `"full"`.
         max_turns (`int`, *optional*, defaults to `16`):
             Turns after which a rollout without an answer ends.
         max_completion_length (`int`, *optional*, defaults to `512`):
             Tokens after which a turn is cut.
+        max_prompt_length (`int`, *optional*):
+            Tokens above which the next prompt does not fit. Defaults to what the model leaves beside
+            `max_completion_length`, where the model is here.
         max_tool_response_length (`int`, *optional*):
             Tokens after which a tool response is cut.
         system_prompt (`str`, *optional*), chat_template_path (`str`, *optional*):
             As in `mempo train`.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature; 0 is greedy.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Rollouts that are played at the same time.
+
+        > Report
+
         normalizer (`str`, *optional*, defaults to `"squad"`):
             Normaliser of the figures in the table, `"squad"` or `"words"`. The JSON has both.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the sampling.
+        save_prompts (`bool`, *optional*, defaults to `True`):
+            Whether `rollouts.jsonl` holds the text of every prompt.
     """
 
-    dataset_name: str = field(metadata={"help": "Questions: a JSON, JSONL, Parquet or CSV file, or a Hub data set."})
-    output_dir: str = field(metadata={"help": "Folder for evaluation.json and rollouts.jsonl."})
+    output_dir: str = field(metadata={"help": "Folder for the rollouts and the report; a killed run goes on there."})
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Questions: a JSON, JSONL, Parquet or CSV file, or a Hub data set. Without it, probe_memory reads "
+            "the rollouts that are in output_dir."
+        },
+    )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     dataset_split: str = field(default="test", metadata={"help": "Split of a Hub data set."})
     max_questions: int | None = field(default=None, metadata={"help": "Only the first so many questions."})
+    num_samples: int = field(default=1, metadata={"help": "Rollouts per question."})
+    overwrite: bool = field(default=False, metadata={"help": "Start anew instead of going on in output_dir."})
+    probe_memory: bool = field(
+        default=False,
+        metadata={"help": "Say what the memories keep (probe.json), with probabilities if the model is here."},
+    )
+
+    server_url: list[str] | None = field(
+        default=None, metadata={"help": "URLs of vLLM servers that run the model, instead of running it here."}
+    )
+    chat_url: list[str] | None = field(
+        default=None, metadata={"help": "URLs of an OpenAI-compatible chat endpoint instead."}
+    )
+    server_model: str | None = field(
+        default=None, metadata={"help": "Name of the model on the server. Defaults to model_name_or_path."}
+    )
+    api_key_env: str | None = field(
+        default=None, metadata={"help": "Environment variable that holds the server's API key."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
+    batch_size: int = field(default=64, metadata={"help": "Rollouts that are played at the same time."})
+    seed: int = field(default=0, metadata={"help": "Seed of the sampling and of the bootstrap."})
+
     context: str = field(
         default="memory", metadata={"help": "What a turn sees: 'memory' or 'full'.", "choices": ["memory", "full"]}
     )
     max_turns: int = field(default=16, metadata={"help": "Turns after which a rollout without an answer ends."})
     max_completion_length: int = field(default=512, metadata={"help": "Tokens after which a turn is cut."})
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Tokens above which the next prompt does not fit."}
+    )
     max_tool_response_length: int | None = field(
         default=None, metadata={"help": "Tokens after which a tool response is cut."}
     )
     system_prompt: str | None = field(default=None, metadata={"help": "As in mempo train."})
     chat_template_path: str | None = field(default=None, metadata={"help": "As in mempo train."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    batch_size: int = field(default=64, metadata={"help": "Rollouts that are played at the same time."})
+
     normalizer: str = field(
         default="squad",
         metadata={"help": "Normaliser of the figures in the table.", "choices": ["squad", "words"]},
     )
-    seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
+    save_prompts: bool = field(
+        default=True, metadata={"help": "Whether rollouts.jsonl holds the text of every prompt."}
+    )
 
 
 def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: RetrievalArguments) -> dict:
     """Evaluate, print the table and write the files."""
-    set_seed(args.seed)
+    folder = Path(args.output_dir)
+    rollouts = folder / "rollouts.jsonl"
+    if args.dataset_name is None:
+        if not args.probe_memory:
+            raise ValueError("Give the questions as `dataset_name`, or `--probe_memory` to look at finished rollouts.")
+        if not rollouts.is_file():
+            raise FileNotFoundError(f"There is no {str(rollouts)!r} to probe. Give the folder of an evaluation.")
+        return write_probe(folder, probe_texts(read_records(rollouts), args.normalizer))
+    if args.server_url is not None and args.chat_url is not None:
+        raise ValueError("Give one of `server_url` and `chat_url`.")
+    start = time.perf_counter()
+    remote = args.server_url or args.chat_url
     tokenizer = load_tokenizer(model_args)
     if args.chat_template_path is not None:
         tokenizer.chat_template = load_chat_template(args.chat_template_path)
     questions = load_questions(args.dataset_name, args.dataset_config, args.dataset_split).to_list()
     questions = questions[: args.max_questions]
-    toolbox = Toolbox([make_search_tool(retrieval_args, tokenizer)])
-    model = load_model(model_args, trainable=False).eval()
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    engine = TransformersEngine(model, tokenizer, args.max_completion_length, args.temperature)
+    before = []
+    if rollouts.is_file() and not args.overwrite:
+        before = [record for record in read_records(rollouts) if record["outcome"] != FAILED]
+        check_resumable(before, questions, args.num_samples, folder)
+    # Batches of a resumed run hold other rollouts: with the same seed a sample could repeat one that is there.
+    set_seed(int(np.random.SeedSequence([args.seed, len(before)]).generate_state(1)[0]) if before else args.seed)
+
+    search = make_search_tool(retrieval_args, tokenizer)
+    model, max_prompt_length = None, args.max_prompt_length
+    if remote is None:
+        model = load_model(model_args, trainable=False).eval()
+        if torch.cuda.is_available():
+            model = model.to("cuda")
+        max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
+        if max_length is not None and args.max_completion_length >= max_length:
+            raise ValueError(
+                f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in "
+                "all; lower it."
+            )
+        if max_prompt_length is None and max_length is not None:
+            max_prompt_length = max_length - args.max_completion_length
+        end_ids = eos_token_ids(model.generation_config, tokenizer)
+    else:
+        end_ids = eos_token_ids(load_generation_config(model_args), tokenizer)
     protocol = Protocol(
         tokenizer,
-        toolbox,
+        Toolbox([search]),
         context=args.context,
         system_prompt=args.system_prompt,
-        eos_token_ids=engine.eos_token_ids,
+        eos_token_ids=end_ids,
         max_tool_response_length=args.max_tool_response_length,
     )
-    max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
-    if max_length is not None and args.max_completion_length >= max_length:
-        raise ValueError(
-            f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in all; "
-            "lower it."
+    agent = {
+        "model": model_args.model_name_or_path,
+        "model_revision": model_args.model_revision,
+        "base_model": model.peft_config["default"].base_model_name_or_path if is_peft(model) else None,
+        "server_model": (args.server_model or model_args.model_name_or_path) if remote else None,
+        "corpus_hash": search.retriever.corpus_hash,
+    }
+    retrieval = without_secrets(asdict(retrieval_args))
+    played = {
+        **agent,
+        "weights": None if remote else weights_stamp(model_args.model_name_or_path),
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "chat_template_hash": text_hash(tokenizer.chat_template),
+        "dtype": model_args.dtype,
+        "temperature": args.temperature,
+        "max_completion_length": args.max_completion_length,
+        "seed": args.seed,
+        # Servers may move while an evaluation goes on.
+        "retrieval": {name: value for name, value in retrieval.items() if name not in ("search_url", "search_cache_dir")},
+    }  # fmt: skip
+    shared = {"max_completion_length": args.max_completion_length, "temperature": args.temperature}
+    limits = {"max_concurrency": args.batch_size, "api_key_env": args.api_key_env}
+    generator = engine = None
+    if args.server_url is not None:
+        generator = CompletionsGenerator(
+            args.server_url, agent["server_model"], eos_token_ids=end_ids, seed=args.seed, **shared, **limits
         )
-    done = []
-    start = time.perf_counter()
-    with tqdm(total=len(questions), desc="Questions") as bar:
+    elif args.chat_url is not None:
+        generator = ChatGenerator(args.chat_url, agent["server_model"], protocol=protocol, **shared, **limits)
+    else:
+        engine = TransformersEngine(model, tokenizer, **shared)
 
-        def on_batch(rollouts) -> None:
-            done.extend(rollouts)
-            running = summarize(done, args.normalizer)
-            bar.set_postfix(em=f"{running['exact_match']:.3f}", tokens=f"{running['tokens_total_mean']:.0f}")
-            bar.update(len(rollouts))
+    total = len(questions) * args.num_samples
+    with tqdm(total=total, initial=len(before), desc="Rollouts") as bar:
+        running = Running(args.normalizer)
+        for record in before:
+            running.add(record)
 
-        rollouts = run_agent(
+        def on_record(record: dict) -> None:
+            running.add(record)
+            bar.set_postfix(em=f"{running.exact_match:.3f}", tokens=f"{running.tokens:.0f}", failed=running.failed)
+            bar.update()
+
+        play_questions(
             questions,
             protocol=protocol,
-            engine=engine,
+            output_file=rollouts,
             max_turns=args.max_turns,
+            generator=generator,
+            engine=engine,
             batch_size=args.batch_size,
-            max_prompt_length=None if max_length is None else max_length - args.max_completion_length,
-            on_batch=on_batch,
+            num_samples=args.num_samples,
+            max_prompt_length=max_prompt_length,
+            settings=played,
+            overwrite=args.overwrite,
+            prompts=args.save_prompts,
+            on_record=on_record,
         )
-    figures = summarize_by_objectives(rollouts, args.normalizer)
-    report = {
-        "model": model_args.model_name_or_path,
-        "settings": asdict(args),
-        "retrieval": asdict(retrieval_args),
-        "tokens_counted": "prompt and completion of every turn, system prompt and question included",
-        "seconds": round(time.perf_counter() - start, 2),
-        "commit": get_git_commit_hash("mempo_trl"),
-        "versions": {name: importlib.metadata.version(name) for name in ("mempo_trl", "transformers", "torch", "trl")},
-        "results": figures,
+    settings = {
+        name: value
+        for name, value in asdict(args).items()
+        if name not in ("output_dir", "overwrite", "probe_memory", "save_prompts")
     }
-    write_evaluation(args.output_dir, report, rollouts)
-    print_table(figures)
+    records = in_order(read_records(rollouts), questions)
+    report = make_report(
+        records,
+        rows=questions,
+        agent=agent,
+        protocol=protocol,
+        settings=settings,
+        retrieval=retrieval,
+        normalizer=args.normalizer,
+        seed=args.seed,
+        seconds=round(time.perf_counter() - start, 2),
+    )
+    write_report(folder, report)
+    print_table(report)
+    if args.probe_memory:
+        probe = probe_texts(records, args.normalizer)
+        if model is not None:
+            pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            with tqdm(total=len(records), desc="Scoring") as bar:
+                probe["probabilities"] = probe_probabilities(
+                    records,
+                    protocol=protocol,
+                    scorer=RowScorer(model, pad_id),
+                    tokenizer=tokenizer,
+                    on_batch=bar.update,
+                )
+        write_probe(folder, probe)
     return report
 
 
-def print_table(figures: dict[str, dict]) -> None:
-    """One line per number of objectives."""
-    table = Table(title=f"normaliser: {figures['all']['normalizer']}")
-    columns = ("exact_match", "f1", "format_ok_frac", "tokens_total_mean", "tokens_peak_mean", "turns_mean")
-    for column in ("objectives", "rollouts", *columns):
-        table.add_column(re.sub("_(mean|frac)$", "", column).replace("_", "\n"), justify="right")
-    for name, row in figures.items():
-        table.add_row(
-            name, str(row["num_rollouts"]), *(f"{row[c]:.3f}" if row[c] < 10 else f"{row[c]:.0f}" for c in columns)
-        )
+INTERVALS = ("exact_match", "f1", "tokens_total_mean")
+"""Columns of the table that have room for an interval in 80 columns; the files have all."""
+
+
+class Running:
+    """Exact match and tokens of the rollouts so far."""
+
+    def __init__(self, normalizer: str):
+        self.key = f"exact_match_{normalizer}"
+        self.count = self.failed = self.right = self.cost = 0
+
+    def add(self, record: dict) -> None:
+        """Count a rollout."""
+        figures = rollout_figures(record)
+        self.count += 1
+        self.right += figures[self.key]
+        self.failed += record["outcome"] == FAILED
+        self.cost += figures["tokens_total"] or 0
+
+    @property
+    def exact_match(self) -> float:
+        return self.right / self.count
+
+    @property
+    def tokens(self) -> float:
+        return self.cost / max(1, self.count - self.failed)
+
+
+def is_peft(model) -> bool:
+    """Whether a model is a base model with an adapter."""
+    return isinstance(model, PeftModel)
+
+
+def load_generation_config(model_args: ModelConfig) -> GenerationConfig:
+    """The generation config beside a tokenizer, an empty one where there is none."""
+    try:
+        return GenerationConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    except OSError:
+        return GenerationConfig()
+
+
+def print_table(report: dict) -> None:
+    """One line per group of rollouts."""
+    every = report["results"]["all"]
+    title = f"normaliser: {every['normalizer']}; in the second line 95% intervals"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    columns = [name for name in COLUMNS if name != "pass_at_n" or every["num_samples"] > 1]
+    table.add_column("", overflow="fold")
+    for column in ("rollouts", *(COLUMNS[name] for name in columns)):
+        table.add_column(column.replace(" ", "\n"), justify="right")
+    for name, row in table_rows(report):
+        cells = [
+            f"{figure(row[column])}\n{figure_interval(row, column)}" if column in INTERVALS else figure(row[column])
+            for column in columns
+        ]
+        table.add_row(name, str(row["num_rollouts"]), *cells)
     Console().print(table)
+    if every["failures"]:
+        print(f"{every['failures']} rollouts failed and count as wrong. The same command plays them again.")
+
+
+def write_probe(folder: Path, probe: dict) -> dict:
+    """Write `probe.json` and print its table."""
+    report = {"definitions": DEFINITIONS, **probe}
+    write_text(folder / "probe.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    table = Table(title=f"what memories keep (normaliser: {probe['normalizer']})", box=box.SIMPLE)
+    for column, justify in (("", "left"), ("value", "right"), ("of", "left")):
+        table.add_column(column, justify=justify)
+    for row in probe_rows(probe):
+        table.add_row(*row)
+    Console().print(table)
+    return report
 
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:

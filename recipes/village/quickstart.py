@@ -43,6 +43,7 @@ def main(output_dir: str) -> None:
     evaluation = [
         "mempo_trl.cli", "evaluate", "--config", f"{RECIPES}/evaluate.yaml",
         "--dataset_name", f"{village}/test.jsonl", "--corpus_path", f"{village}/corpus.jsonl",
+        "--overwrite",
     ]  # fmt: skip
     seconds["evaluate_before"] = run(
         *evaluation, "--model_name_or_path", f"{out}/sft", "--output_dir", f"{out}/before"
