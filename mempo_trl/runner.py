@@ -134,71 +134,74 @@ def play_questions(
         "max_prompt_length": max_prompt_length,
         **(settings or {}),
     }
-    finished = _open_output(Path(output_file), settings, overwrite)
-    for (name, _), record in finished.items():
+    before = _open_output(Path(output_file), settings, overwrite)
+    for (name, _), record in before.items():
         if name in questions and questions[name]["question"] != record["question"]:
             raise ValueError(
                 f"The question with the id {name!r} is {questions[name]['question']!r}, but {record['question']!r} in "
                 f"{str(output_file)!r}. Choose another output file, or overwrite it."
             )
+    finished = {key for key, record in before.items() if record["outcome"] != FAILED}
     jobs = [(name, i) for name in questions for i in range(num_samples) if (name, i) not in finished]
+    jobs.sort(key=lambda job: job in before)  # those that failed come last, since they may fail again
     failures = 0
+
+    async def play_job(name: str, sample: int) -> dict:
+        row, start = questions[name], time.perf_counter()
+        rollout = error = None
+        try:
+            rollout = await play(
+                row["question"],
+                row["golden_answers"],
+                protocol=protocol,
+                generator=generator,
+                call_tool=protocol.toolbox.call,
+                max_turns=max_turns,
+                max_prompt_length=max_prompt_length,
+            )
+        except GenerationError as raised:
+            error = str(raised)
+        extra = {"id": name, "dataset": row.get("dataset"), "sample": sample}
+        extra["seconds"] = round(time.perf_counter() - start, 3)
+        if (usage := generator.usage()) is not None:
+            extra["usage"] = usage
+        if rollout is not None:
+            return rollout_record(rollout, tokenizer=protocol.tokenizer if prompts else None, **extra)
+        asked = {"question": row["question"], "golden_answers": row["golden_answers"]}
+        return {**extra, **asked, "outcome": FAILED, "error": error, "turns": []}
+
+    async def play_and_write(name: str, sample: int) -> None:
+        nonlocal failures
+        record = await play_job(name, sample)
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        if on_record is not None:
+            on_record(record)
+        failures = failures + 1 if record["outcome"] == FAILED else 0
+        if failures >= min(max_failures, len(jobs)):
+            raise GenerationError(
+                f"The last {failures} rollouts failed, the last one with: {record['error']} What is finished is in "
+                f"{str(output_file)!r}; the same call goes on from there."
+            )
+
+    def run(batch: list[tuple[str, int]]) -> None:
+        # Seeds come from a number that belongs to the rollout, not to its place in this run, so that no sample of a
+        # question gets the seed that another one had in a run before.
+        numbers = [int.from_bytes(hashlib.sha256(f"{job}".encode()).digest()[:6], "big") for job in batch]
+        run_in_event_loop(generator.run([play_and_write(*job) for job in batch], numbers))
+
     with open(output_file, "a", encoding="utf-8") as file:
-
-        async def play_one(name: str, sample: int) -> None:
-            nonlocal failures
-            row, start, error = questions[name], time.perf_counter(), None
-            try:
-                rollout = await play(
-                    row["question"],
-                    row["golden_answers"],
-                    protocol=protocol,
-                    generator=generator,
-                    call_tool=protocol.toolbox.call,
-                    max_turns=max_turns,
-                    max_prompt_length=max_prompt_length,
-                )
-            except GenerationError as raised:
-                error = raised
-            extra = {"id": name, "dataset": row.get("dataset"), "sample": sample}
-            extra["seconds"] = round(time.perf_counter() - start, 3)
-            if (usage := generator.usage()) is not None:
-                extra["usage"] = usage
-            if error is None:
-                failures = 0
-                record = rollout_record(rollout, tokenizer=protocol.tokenizer if prompts else None, **extra)
-            else:
-                failures += 1
-                record = {**extra, "question": row["question"], "golden_answers": row["golden_answers"]}
-                record |= {"outcome": FAILED, "error": str(error), "turns": []}
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            if on_record is not None:
-                on_record(record)
-            if failures >= min(max_failures, len(jobs)):
-                raise GenerationError(
-                    f"The last {failures} rollouts failed, the last one with: {error} What is finished is in "
-                    f"{str(output_file)!r}; the same command goes on from there."
-                )
-
-        def run(jobs: list[tuple[str, int]]) -> None:
-            # A number that belongs to the rollout, not to its place in this run, so that a resumed run gives a sample
-            # no seed which another sample of the question has had.
-            numbers = [int.from_bytes(hashlib.sha256(f"{job}".encode()).digest()[:6], "big") for job in jobs]
-            run_in_event_loop(generator.run([play_one(*job) for job in jobs], numbers))
-
-        if engine is None:
-            if jobs:
-                run_in_event_loop(generator.check())
-                run(jobs)
-        else:
+        if engine is None and jobs:
+            run_in_event_loop(generator.check())
+            run(jobs)
+        elif engine is not None:
             for start in range(0, len(jobs), batch_size):
                 generator = BatchGenerator(engine, engine.max_completion_length, engine.eos_token_ids)
                 run(jobs[start : start + batch_size])
 
 
 def _open_output(path: Path, settings: dict[str, Any], overwrite: bool) -> dict[tuple[str, int], dict]:
-    """Make the file ready to be appended to, and give the records of what is finished in it."""
+    """Make the file ready to be appended to, and give the records that are in it."""
     settings = json.loads(json.dumps(settings))  # as they come back from the file
     beside = path.with_name(path.name + ".settings.json")
     remedy = "Choose another output file, or overwrite it."
@@ -218,8 +221,7 @@ def _open_output(path: Path, settings: dict[str, Any], overwrite: bool) -> dict[
     with open(path, "rb+") as file:  # without half a line at the end
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
-    records = {(record["id"], record["sample"]): record for record in read_records(path)}
-    return {key: record for key, record in records.items() if record["outcome"] != FAILED}
+    return {(record["id"], record["sample"]): record for record in read_records(path)}
 
 
 def _differences(before: Any, now: Any, name: str = "") -> list[str]:
