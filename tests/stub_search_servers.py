@@ -22,31 +22,18 @@ def scores(found: list[dict]) -> list[float]:
     return [1 / passage["id"] for passage in found]
 
 
-class SearchServer(ThreadingHTTPServer):
-    """
-    A stub server, running inside `with`.
-
-    `faults` is what goes wrong with the next searches, one after the other; `fault` what goes wrong with all others.
-    `prefix` is the path before the routes and `echo` the body of an error.
-    `requests` holds `(path, body, headers)` of every search that came in.
-    """
+class StubServer(ThreadingHTTPServer):
+    """A server in a thread, running inside `with`."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, dialect: str, health: dict | None = None, retry_after: str = "0", port: int = 0):
-        self.dialect = dialect
-        self.health = health
-        self.retry_after = retry_after
-        self.prefix = ""
-        self.echo = "Internal Server Error"
-        self.fault = None
-        self.faults = []
+    def __init__(self, handler: type, port: int = 0):
         self.requests = []
         self.released = threading.Event()
         self.connections = []
         self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", port), handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def __enter__(self):
@@ -67,6 +54,26 @@ class SearchServer(ThreadingHTTPServer):
 
     def handle_error(self, request, client_address):
         pass  # clients that leave in the middle are what the tests are about
+
+
+class SearchServer(StubServer):
+    """
+    A stub server, running inside `with`.
+
+    `faults` is what goes wrong with the next searches, one after the other; `fault` what goes wrong with all others.
+    `prefix` is the path before the routes and `echo` the body of an error.
+    `requests` holds `(path, body, headers)` of every search that came in.
+    """
+
+    def __init__(self, dialect: str, health: dict | None = None, retry_after: str = "0", port: int = 0):
+        self.dialect = dialect
+        self.health = health
+        self.retry_after = retry_after
+        self.prefix = ""
+        self.echo = "Internal Server Error"
+        self.fault = None
+        self.faults = []
+        super().__init__(_SearchHandler, port)
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
         """Status and JSON, as the server of this dialect gives them."""
@@ -113,12 +120,46 @@ def _with_scores(found):
     return [{"document": passage, "score": score} for passage, score in zip(found, scores(found), strict=True)]
 
 
+class WebServer(StubServer):
+    """
+    A search engine that gives `answers`, `(status, JSON or bytes)`, one after the other, and then the last one again.
+
+    `requests` holds `(method, path, body, headers)` of every search that came in.
+    """
+
+    def __init__(self, *answers: tuple[int, object]):
+        self.answers = list(answers)
+        super().__init__(_WebHandler)
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args):
         pass
 
+    def _send(self, status, content, headers=None):
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+class _WebHandler(_Handler):
+    def do_GET(self):
+        server = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with server.lock:
+            server.requests.append((self.command, self.path, json.loads(body or "null"), dict(self.headers)))
+            status, answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+        self._send(status, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+    do_POST = do_GET
+
+
+class _SearchHandler(_Handler):
     def do_GET(self):
         if self.path.partition("?")[0] == "/health" and self.server.health is not None:
             return self._send(200, json.dumps(self.server.health).encode())
@@ -169,14 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/batch_search":
             return [lists, lists]
         return [[passages("x", 1)[0]] * too_many, []]
-
-    def _send(self, status, content, headers=None):
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
     def _drip(self, at_once, content):
         """A byte now and then: no single read ever times out, the whole takes for ever."""

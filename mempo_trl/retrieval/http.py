@@ -1,6 +1,5 @@
 """Search over HTTP: one client for the four dialects that the retrieval servers of search agents speak."""
 
-import asyncio
 import base64
 import math
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import httpx
 
 from ..tools import ToolError
 from .document import Document, split_contents
-from .json_client import Failure, JSONClient, fill_placeholders, shown
+from .json_client import Failure, JSONClient, fill_placeholders, gather, shown
 
 
 DIALECTS = ("search-r1", "skyrl", "flashrag", "asearcher")
@@ -119,11 +118,7 @@ class HTTPRetriever:
         for start in range(0, len(queries), size):
             route, body, read = _request(self.dialect, queries[start : start + size], top_k)
             calls.append(self._client.send("POST", self._route(route), body, read))
-        # All are waited for, so that none goes on after the search has failed.
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        results = await gather(calls)
         return [documents for result in results for documents in result]
 
     def _route(self, route: str) -> httpx.URL:

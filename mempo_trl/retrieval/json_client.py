@@ -278,6 +278,15 @@ class JSONClient:
         return text if len(text) <= 300 else f"{text[:300]}…"
 
 
+async def gather(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all calls, or the first error, once all have ended: none goes on after the search has failed."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
 def shown(url: httpx.URL) -> str:
     """An address without credentials, query and fragment."""
     return str(url.copy_with(userinfo=b"", query=None, fragment=None))

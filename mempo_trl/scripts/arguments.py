@@ -1,7 +1,10 @@
 """Arguments that several scripts share, and what is made of them."""
 
+import json
 import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from accelerate.commands.launch import launch_command_parser
 from peft import AutoPeftModelForCausalLM
@@ -17,19 +20,36 @@ from trl import ModelConfig, TrlParser, get_quantization_config
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
 from mempo_trl.retrieval.bm25 import BM25Retriever
+from mempo_trl.retrieval.cache import CachedRetriever
+from mempo_trl.retrieval.document import Retriever
+from mempo_trl.retrieval.http import DIALECTS, HTTPRetriever
+from mempo_trl.retrieval.index import load_index
+from mempo_trl.retrieval.manifest import MANIFEST
 from mempo_trl.retrieval.tool import SearchTool
+from mempo_trl.retrieval.web import WebRetriever
 
 
 @dataclass
 class RetrievalArguments:
     """
-    Where the agent searches.
+    Where the agent searches: exactly one of `corpus_path`, `index_path`, `search_url` and `web_search`.
 
     Args:
         corpus_path (`str`, *optional*):
-            Corpus as JSON Lines with `id`, `title` and `text`, or `id` and `contents`. It is indexed at the start.
+            Corpus as JSON Lines with `id`, `title` and `text`, or `id` and `contents`. It is indexed with BM25 at the
+            start.
         index_path (`str`, *optional*):
-            Folder of a saved BM25 index, instead of a corpus.
+            Folder of an index that `mempo index` built.
+        search_url (`str`, *optional*):
+            Address of a retrieval server, such as `mempo serve` or that of Search-R1. `${NAME}` in its credentials or
+            its query stands for an environment variable.
+        search_dialect (`str`, *optional*, defaults to `"auto"`):
+            How the server is spoken to: `"search-r1"`, `"skyrl"`, `"flashrag"` or `"asearcher"`. `"auto"` finds out.
+        web_search (`str`, *optional*):
+            Web search: `"serper"` (its key in `SERPER_API_KEY`), `"tavily"` (`TAVILY_API_KEY`), or the path of a JSON
+            template of another engine.
+        search_cache_dir (`str`, *optional*):
+            Folder that keeps the results of searches, on a local disk; the processes and runs of a machine can share it.
         retrieval_top_k (`int`, *optional*, defaults to `3`):
             Passages per search.
         max_passage_tokens (`int`, *optional*):
@@ -38,10 +58,33 @@ class RetrievalArguments:
 
     corpus_path: str | None = field(
         default=None,
-        metadata={"help": "Corpus as JSON Lines with id, title and text, or id and contents. Indexed at the start."},
+        metadata={"help": "Corpus as JSON Lines with id, title and text, or id and contents. Indexed with BM25."},
     )
-    index_path: str | None = field(
-        default=None, metadata={"help": "Folder of a saved BM25 index, instead of a corpus."}
+    index_path: str | None = field(default=None, metadata={"help": "Folder of an index that mempo index built."})
+    search_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "Address of a retrieval server, such as mempo serve or that of Search-R1. ${NAME} in its credentials "
+            "or its query stands for an environment variable."
+        },
+    )
+    search_dialect: str = field(
+        default="auto",
+        metadata={"help": "How the server is spoken to. 'auto' finds out.", "choices": ["auto", *DIALECTS]},
+    )
+    web_search: str | None = field(
+        default=None,
+        metadata={
+            "help": "Web search: 'serper' (its key in SERPER_API_KEY), 'tavily' (TAVILY_API_KEY), or the path of a JSON "
+            "template of another engine."
+        },
+    )
+    search_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder that keeps the results of searches, on a local disk; the processes and runs of a machine can "
+            "share it."
+        },
     )
     retrieval_top_k: int = field(default=3, metadata={"help": "Passages per search."})
     max_passage_tokens: int | None = field(
@@ -54,18 +97,40 @@ def make_search_tool(args: RetrievalArguments, tokenizer: PreTrainedTokenizerBas
     The search tool of a run.
 
     Raises:
-        ValueError: If neither or both of `corpus_path` and `index_path` are given.
+        ValueError: If not exactly one place to search is given, or if it is none.
     """
-    if (args.corpus_path is None) == (args.index_path is None):
-        raise ValueError(
-            f"Give one of `corpus_path` and `index_path`; got corpus_path={args.corpus_path!r} and "
-            f"index_path={args.index_path!r}."
-        )
-    if args.index_path is not None:
-        retriever = BM25Retriever.load(args.index_path)
-    else:
-        retriever = BM25Retriever.from_corpus(args.corpus_path)
+    retriever, source = _make_retriever(args)
+    if args.search_cache_dir is not None:
+        retriever = CachedRetriever(retriever, args.search_cache_dir, source)
     return SearchTool(retriever, args.retrieval_top_k, args.max_passage_tokens, tokenizer)
+
+
+def _make_retriever(args: RetrievalArguments) -> tuple[Retriever, str]:
+    """The retriever, and what tells its results from those of others in a cache."""
+    if args.search_url is not None and re.search(r"//[^/]*:(?!\$\{)[^/]*@", args.search_url):
+        raise ValueError(
+            "`search_url` holds a password, which would be saved with the arguments; put it into an environment variable "
+            "and write ${NAME} in its place."
+        )
+    places = ("corpus_path", "index_path", "search_url", "web_search")
+    given = [f"{name}={vars(args)[name]!r}" for name in places if vars(args)[name] is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"Give one of `corpus_path`, `index_path`, `search_url` and `web_search`; got {' and '.join(given) or 'none'}."
+        )
+    if args.search_url is None and args.search_dialect != "auto":
+        raise ValueError(f"`search_dialect` is {args.search_dialect!r} but there is no `search_url` that it is for.")
+    if args.corpus_path is not None:
+        return BM25Retriever.from_corpus(args.corpus_path), "bm25"
+    if args.index_path is not None:
+        retriever = load_index(args.index_path)
+        manifests = sorted(Path(args.index_path).rglob(MANIFEST))  # the settings of the index and of its parts
+        return retriever, "".join(manifest.read_text(encoding="utf-8") for manifest in manifests)
+    if args.search_url is not None:
+        retriever = HTTPRetriever(args.search_url, args.search_dialect)
+        return retriever, retriever.url
+    retriever = WebRetriever(args.web_search)
+    return retriever, json.dumps(retriever.template, sort_keys=True)
 
 
 def is_adapter(model_args: ModelConfig) -> bool:
