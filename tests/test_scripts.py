@@ -153,7 +153,7 @@ def test_full_fine_tuning(folder, model_folder, monkeypatch, tmp_path):
     [
         (["--dataset_name", "nowhere.jsonl"], FileNotFoundError, "no question file 'nowhere.jsonl'"),
         (["--corpus_path", "nowhere.jsonl"], FileNotFoundError, "nowhere.jsonl"),
-        (["--index_path", "index"], ValueError, "Give one of `corpus_path` and `index_path`"),
+        (["--index_path", "index"], ValueError, "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`"),
         (["--reward_funcs", "exact_mach"], ValueError, "no reward function 'exact_mach'.*exact_match_reward"),
         (["--reward_funcs", "user_rewards.none"], ValueError, "'user_rewards' has no reward function 'none'"),
         (["--reward_funcs", "no_module.f"], ModuleNotFoundError, "no_module"),
@@ -172,8 +172,9 @@ def test_corpus_or_index(folder, tokenizer, tmp_path):
     """One of corpus and index is needed, not both; either gives the same passages, cut to the tokens asked for."""
     args = arguments.RetrievalArguments
     corpus, index = str(folder / "corpus.jsonl"), str(tmp_path / "index")
-    for wrong in (args(), args(corpus_path=corpus, index_path=index)):
-        with pytest.raises(ValueError, match=f"corpus_path={wrong.corpus_path!r} and index_path={wrong.index_path!r}"):
+    both = args(corpus_path=corpus, index_path=index)
+    for wrong, message in ((args(), "got none"), (both, f"got corpus_path={corpus!r} and index_path={index!r}")):
+        with pytest.raises(ValueError, match=message):
             arguments.make_search_tool(wrong, tokenizer)
     BM25Retriever.from_corpus(corpus).save(index)
     tools = [
@@ -448,7 +449,7 @@ def test_evaluate_part_and_context(folder, model_folder, tmp_path):
     [
         (["--dataset_name", "nowhere.jsonl"], FileNotFoundError, "no question file 'nowhere.jsonl'"),
         (["--corpus_path", "nowhere.jsonl"], FileNotFoundError, "nowhere.jsonl"),
-        (["--index_path", "index"], ValueError, "Give one of `corpus_path` and `index_path`"),
+        (["--index_path", "index"], ValueError, "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`"),
         (["--max_completion_length", "9000"], ValueError, "`max_completion_length` is 9000, but the model takes 8192"),
     ],
 )
