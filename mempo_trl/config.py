@@ -99,6 +99,10 @@ class MemPOConfig(GRPOConfig):
             `"all"` rollouts get memory rewards, or only `"successful"` ones, those with a positive reward.
         answer_template (`str`, *optional*):
             Continuation whose answer is scored, with one `{answer}`. Defaults to that of the published code.
+        memory_scoring (`str`, *optional*, defaults to `"auto"`):
+            How contexts are scored: `"comb"`, in one pass over the unique tokens of a rollout; `"rows"`, each context
+            as a row of its own; `"auto"`, the comb where the model can be scored with it (a cache that can be cropped:
+            no sliding-window, hybrid or recurrent layers).
         memory_scoring_max_tokens (`int`, *optional*, defaults to `16384`):
             Tokens per forward pass of the memory scoring.
 
@@ -219,6 +223,14 @@ class MemPOConfig(GRPOConfig):
     answer_template: str = field(
         default=ANSWER_TEMPLATE, metadata={"help": "Continuation whose answer is scored, with one '{answer}'."}
     )
+    memory_scoring: str = field(
+        default="auto",
+        metadata={
+            "help": "How contexts are scored: in one pass over the unique tokens of a rollout ('comb'), each as a row "
+            "of its own ('rows'), or 'auto': the comb where the model can be scored with it.",
+            "choices": ["auto", "comb", "rows"],
+        },
+    )
     memory_scoring_max_tokens: int = field(
         default=16384, metadata={"help": "Tokens per forward pass of the memory scoring."}
     )
@@ -255,6 +267,7 @@ class MemPOConfig(GRPOConfig):
         _choose("memory_baseline", self.memory_baseline, ("history", "previous"))
         _choose("memory_answer", self.memory_answer, ("joint", "objectives"))
         _choose("memory_credit", self.memory_credit, ("all", "successful"))
+        _choose("memory_scoring", self.memory_scoring, ("auto", "comb", "rows"))
         for name in ("max_turns", "memory_scoring_max_tokens", "max_tool_response_length", "max_prompt_length"):
             value = self.__dict__[name]
             if value is not None and value < 1:

@@ -1,7 +1,7 @@
 """Log-probabilities of one continuation after many contexts of one trajectory."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,7 @@ class RowScorer:
         model: torch.nn.Module,
         pad_token_id: int,
         max_tokens: int = 16384,
-        autocast: Callable | None = None,
+        autocast: Callable[[], AbstractContextManager] | None = None,
         reduce_max: Callable[[list[int]], list[int]] | None = None,
     ):
         self.model = model

@@ -18,6 +18,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .advantages import standardize_memory_rewards, token_advantages
 from .alarms import AlarmCallback
+from .comb import choose_scorer
 from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
 from .generation import BatchGenerator, run_in_event_loop
@@ -27,7 +28,6 @@ from .monitoring import RolloutWriter, rollout_record, rollout_statistics, total
 from .protocol import Protocol, load_chat_template
 from .rewards import exact_match_reward
 from .rollout import Rollout, play
-from .scoring import RowScorer
 from .sequences import Sequence, build_sequences, kl_per_sequence, loss_weights, pad_sequences, padded_count
 from .tools import Toolbox
 
@@ -184,6 +184,7 @@ class MemPOTrainer(GRPOTrainer):
                     f"`max_completion_length` is {self.max_completion_length}, but the model takes {max_length} tokens "
                     "in all; lower it."
                 )
+        self._scorer_type = choose_scorer(self.model, args.memory_scoring)
         if not any(isinstance(callback, MemoryRewardCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryRewardCallback())
         has_alarms = any(isinstance(callback, AlarmCallback) for callback in self.callback_handler.callbacks)
@@ -312,7 +313,7 @@ class MemPOTrainer(GRPOTrainer):
             self.generation_config.max_new_tokens = max_new_tokens
 
     def _call_rollout_callbacks(self) -> None:
-        scorer = RowScorer(
+        scorer = self._scorer_type(
             self.model,
             pad_token_id=self._tokenizer.pad_token_id,
             max_tokens=self.args.memory_scoring_max_tokens,

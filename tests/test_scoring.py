@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_outputs import CausalLMOutput
 
+from mempo_trl.comb import CombScorer
 from mempo_trl.memory_reward import make_answer
 from mempo_trl.scoring import RowScorer, ScoringRequest
 
 
 VOCABULARY = 267
 PAD = 257
+both = pytest.mark.parametrize("scorer", [RowScorer, CombScorer])
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +56,12 @@ def scoring_requests(draw):
     return ScoringRequest(trunk, draw(st.lists(context, max_size=4)), continuation, positions)
 
 
+@both
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(scoring_requests(), max_size=4), st.integers(1, 100))
-def test_scores_equal_one_forward_per_context(model, requests, max_tokens):
+@given(requests=st.lists(scoring_requests(), max_size=4), max_tokens=st.integers(1, 100))
+def test_scores_equal_one_forward_per_context(model, scorer, requests, max_tokens):
     """For any requests (several at once, with no context or no position too) and any budget: the plain definition."""
-    assert_equal(RowScorer(model, PAD, max_tokens)(requests), model, requests)
+    assert_equal(scorer(model, PAD, max_tokens)(requests), model, requests)
 
 
 REQUESTS = [
@@ -94,13 +97,14 @@ def test_batches_keep_to_the_budget(max_tokens, sizes, model):
     assert_equal(results, model, REQUESTS)
 
 
-def test_padding_does_not_change_a_score(model):
+@both
+def test_padding_does_not_change_a_score(model, scorer):
     """A short row scored beside a long one (left padding) has the scores that it has alone, whatever the pad id."""
     short = ScoringRequest([1, 2, 3], [(3, [])], [4, 5, 6], [0, 1, 2])
     long = ScoringRequest(list(range(100, 180)), [(80, [])], [4, 5, 6], [0, 1, 2])
-    alone = RowScorer(model, PAD)([short])[0]
+    alone = scorer(model, PAD)([short])[0]
     for pad_token_id in (PAD, 0, 42):
-        beside = RowScorer(model, pad_token_id)([long, short])[1]
+        beside = scorer(model, pad_token_id)([long, short])[1]
         torch.testing.assert_close(beside, alone, rtol=0, atol=1e-5)
 
 
@@ -116,49 +120,53 @@ def test_only_the_needed_logits_are_made(model):
     assert seen == [4]
 
 
-def test_no_request(model):
+@both
+def test_no_request(model, scorer):
     """Nothing to score gives nothing, without a forward."""
     calls = []
     hook = model.register_forward_pre_hook(lambda *args: calls.append(1))
     try:
-        assert RowScorer(model, PAD)([]) == []
+        assert scorer(model, PAD)([]) == []
         empty = ScoringRequest([1, 2], [], [3], [0])
-        assert RowScorer(model, PAD)([empty])[0].shape == (0, 1)
+        assert scorer(model, PAD)([empty])[0].shape == (0, 1)
     finally:
         hook.remove()
     assert calls == []
 
 
-def test_dropout_is_off_and_the_mode_restored(tokenizer):
+@both
+def test_dropout_is_off_and_the_mode_restored(tokenizer, scorer):
     """A model in training with dropout is scored without it, and is in training again afterwards; also after an error."""
     model = tiny_model(tokenizer, attention_dropout=0.5).train()
     plain = tiny_model(tokenizer).eval()
-    results = RowScorer(model, PAD)(REQUESTS)
+    results = scorer(model, PAD)(REQUESTS)
     assert model.training and all(module.training for module in model.modules())
     assert_equal(results, plain, REQUESTS)
     with pytest.raises(IndexError):
-        RowScorer(model, PAD)([ScoringRequest([1], [(1, [])], [VOCABULARY + 1], [0])])
+        scorer(model, PAD)([ScoringRequest([1], [(1, [VOCABULARY + 1])], [3], [0])])
     assert model.training
     model.eval()
-    RowScorer(model, PAD)(REQUESTS)
+    scorer(model, PAD)(REQUESTS)
     assert not model.training
 
 
-def test_no_gradient_is_kept(tokenizer):
+@both
+def test_no_gradient_is_kept(tokenizer, scorer):
     """Scores carry no gradient, and scoring with gradient checkpointing on gives the same scores."""
     model = tiny_model(tokenizer).train()
     model.gradient_checkpointing_enable()
-    results = RowScorer(model, PAD)(REQUESTS)
+    results = scorer(model, PAD)(REQUESTS)
     assert not any(result.requires_grad for result in results)
     assert model.is_gradient_checkpointing and model.training
     assert_equal(results, tiny_model(tokenizer).eval(), REQUESTS)
 
 
-def test_the_adapter_is_on(tokenizer):
+@both
+def test_the_adapter_is_on(tokenizer, scorer):
     """With LoRA the adapted policy is scored, its own dropout off; not the base model."""
     model = get_peft_model(tiny_model(tokenizer), LoraConfig(r=4, lora_dropout=0.5, init_lora_weights=False))
     model.train()
-    results = RowScorer(model, PAD)(REQUESTS)
+    results = scorer(model, PAD)(REQUESTS)
     model.eval()
     assert_equal(results, model, REQUESTS)
     with model.disable_adapter():
@@ -189,7 +197,8 @@ def test_every_process_makes_the_same_number_of_forwards(model):
 
 @pytest.mark.parametrize("ending", ["Ans", "Ans ", "Ans\n", "<answer>", ""])
 @pytest.mark.parametrize("answer", ["wer", " wer", "7", "里德", "wer 7%"])
-def test_boundary_between_context_and_answer(ending, answer, smollm2_tokenizer):
+@both
+def test_boundary_between_context_and_answer(ending, answer, smollm2_tokenizer, scorer):
     """
     Ids are joined, never text: whatever the context ends in, the same answer tokens are scored, none is lost.
 
@@ -201,7 +210,7 @@ def test_boundary_between_context_and_answer(ending, answer, smollm2_tokenizer):
     assert len(made.positions) == len(smollm2_tokenizer(answer, add_special_tokens=False)["input_ids"]) > 0
     model = tiny_model(smollm2_tokenizer).eval()
     request = ScoringRequest(context, [(len(context), [])], made.ids, made.positions)
-    assert_equal(RowScorer(model, smollm2_tokenizer.pad_token_id)([request]), model, [request])
+    assert_equal(scorer(model, smollm2_tokenizer.pad_token_id)([request]), model, [request])
 
 
 class Successor(torch.nn.Module):
