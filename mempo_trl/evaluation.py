@@ -261,7 +261,7 @@ def figure(value: float | None) -> str:
 
 def figure_interval(row: dict[str, Any], name: str) -> str:
     """The 95% interval of a figure as text."""
-    return "–".join(map(figure, row["ci95"][name]))
+    return "–".join("none" if end is None else f"{end:.{0 if end >= 10 else 2}f}" for end in row["ci95"][name])
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -4,12 +4,17 @@ import asyncio
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import EOS, byte_tokenizer, tiny_model
+from conftest import EOS, REPOSITORY, byte_tokenizer, tiny_model
 from records import failed, record, turn
+from scripted_agent import ScriptedEngine, make_folder
 
+from mempo_trl import cli
 from mempo_trl.evaluation import (
     TransformersEngine,
     check_resumable,
@@ -25,6 +30,7 @@ from mempo_trl.evaluation import (
 )
 from mempo_trl.generation import BatchGenerator, Generator
 from mempo_trl.metrics import summarize_by_dataset, summarize_by_objectives
+from mempo_trl.scripts import evaluate
 
 
 PROMPTS = ["a", "What is the pet of Anna?", "Search. " * 8, "\n"]
@@ -275,3 +281,124 @@ def test_settings_without_secrets():
     settings = {"url": ["https://me:pw@host:8000/v1?key=secret#x"], "n": 1, "inner": {"u": "http://h/p"}, "t": "a?b"}
     expected = {"url": ["https://host:8000/v1"], "n": 1, "inner": {"u": "http://h/p"}, "t": "a?b"}
     assert without_secrets(settings) == expected
+
+
+# `mempo evaluate`, stopped on the way.
+
+
+def comparable(folder) -> str:
+    """The report but for what the clock says."""
+    report = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    assert report.pop("timing").keys() >= {"seconds", "rollout_seconds_mean"}
+    return json.dumps(report, ensure_ascii=False)
+
+
+@pytest.fixture
+def scripted(model_folder, tmp_path, monkeypatch) -> list[str]:
+    """Arguments of `mempo evaluate` with an agent that acts by rule."""
+    monkeypatch.setattr(evaluate, "TransformersEngine", ScriptedEngine)
+    monkeypatch.setattr(ScriptedEngine, "kill_at", 0)
+    return ["evaluate", *make_folder(tmp_path), "--model_name_or_path", model_folder, "--output_dir"]
+
+
+def test_an_evaluation_goes_on(scripted, tmp_path, monkeypatch):
+    """
+    An evaluation that is stopped between any two rollouts, or within the line of one, goes on with the rest and ends
+    with the report of one that was not stopped. Nothing that is finished is played again.
+    """
+    cli.main([*scripted, str(tmp_path / "whole")])
+    whole = comparable(tmp_path / "whole")
+    # Every third pet is a dog: 8 of 12 right. One search for names of even length (4 of 12), two for the others.
+    results = json.loads(whole)["results"]["all"]
+    assert (results["exact_match"], results["num_rollouts"]) == (pytest.approx(8 / 12), 24)
+    assert results["searches_mean"] == pytest.approx((4 * 1 + 8 * 2) / 12)
+    played = []
+
+    class Stopped(Exception):
+        pass
+
+    class Stopping(evaluate.Running):
+        """Counts on, and stops the run at some rollout."""
+
+        stop_at = None
+
+        def add(self, record):
+            super().add(record)
+            if self.stop_at is not None:
+                played.append((record["id"], record["sample"]))
+                if len(played) == self.stop_at:
+                    raise Stopped
+
+    monkeypatch.setattr(evaluate, "Running", Stopping)
+    rollouts = tmp_path / "stopped" / "rollouts.jsonl"
+    before = 0
+    for stop_at in (1, 7, 8, 20):
+        Stopping.stop_at = stop_at + before  # those that are there already are counted again by the bar
+        del played[:]
+        with pytest.raises(Stopped):
+            cli.main([*scripted, str(tmp_path / "stopped")])
+        before = len(rollouts.read_text().splitlines())
+        assert before >= stop_at and not (tmp_path / "stopped" / "evaluation.json").exists()
+        with open(rollouts, "a", encoding="utf-8") as file:
+            file.write('{"id": "Boa", "sample": 0, "question": "What is')
+        if before == 24:
+            break
+    Stopping.stop_at = None
+    cli.main([*scripted, str(tmp_path / "stopped")])
+    assert comparable(tmp_path / "stopped") == whole
+    lines = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    assert len({(row["id"], row["sample"]) for row in lines}) == len(lines) == 24
+
+
+def test_a_finished_evaluation_is_not_played_again(scripted, tmp_path, monkeypatch):
+    """The same command again reads what is there; `--overwrite` plays anew; other settings and fewer questions don't."""
+    given = [*scripted, str(tmp_path / "out")]
+    cli.main(given)
+    before = comparable(tmp_path / "out")
+    monkeypatch.setattr(ScriptedEngine, "calls", 0)
+    cli.main(given)
+    assert ScriptedEngine.calls == 0 and comparable(tmp_path / "out") == before
+    with pytest.raises(ValueError, match="`max_turns` was 4 and is 3 now"):
+        cli.main([*given, "--max_turns", "3"])
+    with pytest.raises(ValueError, match="holds 4 rollouts of other questions or more samples"):
+        cli.main([*given, "--max_questions", "10"])
+    cli.main([*given, "--num_samples", "3"])
+    assert json.loads(comparable(tmp_path / "out"))["results"]["all"]["num_rollouts"] == 36
+    monkeypatch.setattr(ScriptedEngine, "calls", 0)
+    cli.main([*given, "--overwrite"])
+    assert ScriptedEngine.calls > 0 and comparable(tmp_path / "out") == before
+
+
+def test_greedy_turns_do_not_depend_on_the_batch(model_folder, tmp_path):
+    """
+    In float32 a model that goes on with more questions, so in other batches, writes what it writes in one go.
+    """
+    given = ["evaluate", *make_folder(tmp_path), "--model_name_or_path", model_folder, "--max_completion_length", "12"]
+    given += ["--num_samples", "1", "--output_dir"]
+    cli.main([*given, str(tmp_path / "whole")])
+    for number in ("2", "9"):
+        cli.main([*given, str(tmp_path / "parts"), "--max_questions", number])
+    cli.main([*given, str(tmp_path / "parts")])
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_killed_evaluations(model_folder, tmp_path):
+    """An evaluation that is killed with `kill -9` at random points ends with the report of one that was not."""
+    arguments = [*make_folder(tmp_path), "--model_name_or_path", model_folder, "--output_dir"]
+
+    def run(kill_at: int, folder: str) -> int:
+        command = [sys.executable, str(REPOSITORY / "tests" / "scripted_agent.py"), str(kill_at), *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, str(tmp_path / folder)], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == (0 if kill_at == 0 else -signal.SIGKILL), done.stderr[-2000:]
+        path = tmp_path / folder / "rollouts.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    assert run(0, "whole") == 24
+    rng, counts = random.Random(5), [0]
+    while counts[-1] < 18:
+        counts.append(run(rng.randint(1, 6), "killed"))
+    assert counts == sorted(counts)
+    assert run(0, "killed") == 24
+    assert comparable(tmp_path / "killed") == comparable(tmp_path / "whole")
