@@ -303,9 +303,9 @@ def table_rows(probe: dict[str, Any]) -> list[tuple[str, str, str]]:
         for name in ("in_memory", "in_last_memory", "in_answer", "right", "lost")
     ]
     rows += [(f"lost in turn {turn}", str(count), found) for turn, count in probe["of_found"]["lost_by_turn"].items()]
-    rows.append(("memories that state a guess", percent(probe["guess"]), f"{probe['memories']} memories"))
+    rows.append(("memories with a guess", percent(probe["guess"]), f"{probe['memories']} memories"))
     rows.append(("answers in no document", percent(probe["unsupported_answers"]), "objectives answered"))
     for turn, row in probe.get("probabilities", {}).get("by_turn", {}).items():
         told = f"{row['P_mem']:.4f}, {row['P_full']:.4f}, {row['R_M']:+.4f}"
-        rows.append((f"P_mem, P_full, R_M in turn {turn}", told, f"{row['memories']} memories"))
+        rows.append((f"turn {turn}: P_mem, P_full, R_M", told, f"{row['memories']} memories"))
     return rows

@@ -13,6 +13,8 @@ import torch
 from conftest import EOS, REPOSITORY, byte_tokenizer, tiny_model
 from records import failed, record, turn
 from scripted_agent import ScriptedEngine, make_folder
+from stub_teacher import Reply, StubServer, chat
+from stub_teacher import completion as completion_of
 
 from mempo_trl import cli
 from mempo_trl.evaluation import (
@@ -30,6 +32,7 @@ from mempo_trl.evaluation import (
 )
 from mempo_trl.generation import BatchGenerator, Generator
 from mempo_trl.metrics import summarize_by_dataset, summarize_by_objectives
+from mempo_trl.runner import read_records
 from mempo_trl.scripts import evaluate
 
 
@@ -380,6 +383,82 @@ def test_greedy_turns_do_not_depend_on_the_batch(model_folder, tmp_path):
         cli.main([*given, str(tmp_path / "parts"), "--max_questions", number])
     cli.main([*given, str(tmp_path / "parts")])
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+
+
+def test_servers(scripted, tokenizer, model_folder, tmp_path, monkeypatch):
+    """
+    The agent behind vLLM servers, or behind a chat endpoint that shows it the same turns, has the figures of the one
+    here. Tokens that the servers count are told beside those of the tokenizer; the API key is nowhere in the files.
+    """
+    monkeypatch.setenv("POLICY_KEY", "sk-secret")
+    cli.main([*scripted, str(tmp_path / "here")])
+    here = json.loads(comparable(tmp_path / "here"))
+    engine = ScriptedEngine(tiny_model(tokenizer), tokenizer, 200)
+
+    def answer(request):
+        if request.path == "/v1/completions":
+            return completion_of(engine.turn(tokenizer.decode(request.body["prompt"])))
+        shown = "".join(f"{message['role']}\n{message['content']}\n" for message in request.body["messages"])
+        return chat(tokenizer.decode(engine.turn(shown)[:-1]))
+
+    more = ("--server_model", "policy", "--api_key_env", "POLICY_KEY")
+    with StubServer(answer) as one, StubServer(answer) as other:
+        cli.main([*scripted, str(tmp_path / "vllm"), "--server_url", one.url, other.url, *more])
+        assert one.requests and other.requests
+        cli.main([*scripted, str(tmp_path / "chat"), "--chat_url", f"{one.url}/v1?key=sk-secret", *more])
+    for folder in ("vllm", "chat"):
+        report = json.loads(comparable(tmp_path / folder))
+        assert report["results"] == here["results"] and report["results_by_dataset"] == here["results_by_dataset"]
+        assert (report["server_model"], report["model"]) == ("policy", model_folder)
+        turns = sum(len(record["turns"]) for record in read_records(tmp_path / folder / "rollouts.jsonl"))
+        assert report["server_usage"]["prompt_tokens"] == 10 * turns  # the stub counts 10 per request
+        assert not any("sk-secret" in path.read_text() for path in (tmp_path / folder).iterdir())
+
+
+def test_a_server_that_fails_now_and_then(scripted, tokenizer, tmp_path, capsys):
+    """Rollouts that a server refuses are in the report as failures, and the same command plays them again."""
+    engine = ScriptedEngine(tiny_model(tokenizer), tokenizer, 200)
+    refused = "Boa"
+
+    def answer(request):
+        text = tokenizer.decode(request.body["prompt"])
+        if f"pet of {refused}?" in text:
+            return Reply("too long", 400)
+        return completion_of(engine.turn(text))
+
+    with StubServer(answer) as server:
+        given = [*scripted, str(tmp_path / "out"), "--server_url", server.url]
+        cli.main(given)
+        results = json.loads(comparable(tmp_path / "out"))["results"]["all"]
+        # 16 of 24 are right otherwise, the two samples that failed among them.
+        assert (results["failures"], results["outcomes"]["failed"]) == (2, 2)
+        assert results["exact_match"] == pytest.approx(14 / 24) and results["num_rollouts"] == 24
+        assert "2 rollouts failed" in capsys.readouterr().out
+        refused = "nobody"
+        server.requests.clear()
+        cli.main(given)
+        assert {"pet of Boa?" in tokenizer.decode(request.body["prompt"]) for request in server.requests} == {True}
+    results = json.loads(comparable(tmp_path / "out"))["results"]["all"]
+    assert (results["failures"], results["exact_match"]) == (0, pytest.approx(16 / 24))
+
+
+def test_probe_with_the_model(scripted, tmp_path, capsys):
+    """`--probe_memory` adds answer probabilities of the model that was evaluated, without playing anything again."""
+    given = [*scripted, str(tmp_path / "out")]
+    cli.main(given)
+    report = comparable(tmp_path / "out")
+    ScriptedEngine.calls = 0
+    cli.main([*given, "--probe_memory"])
+    assert ScriptedEngine.calls == 0 and comparable(tmp_path / "out") == report
+    probe = json.loads((tmp_path / "out" / "probe.json").read_text())
+    # 8 of 12 pets are cats, and each is found, remembered and answered; nothing else is ever guessed.
+    assert probe["in_documents"] == probe["in_last_memory"] == probe["right"] == pytest.approx(8 / 12)
+    assert (probe["guess"], probe["of_found"]["lost"], probe["memories"]) == (0.0, 0.0, 40)
+    by_turn = probe["probabilities"]["by_turn"]
+    assert {turn: row["memories"] for turn, row in by_turn.items()} == {"2": 24, "3": 16}
+    for row in by_turn.values():
+        assert 0 < row["P_mem"] < 1 and row["R_M"] == pytest.approx(row["P_mem"] - row["P_full"])
+    assert "turn 3: P_mem, P_full, R_M" in capsys.readouterr().out
 
 
 @pytest.mark.slow

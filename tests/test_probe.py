@@ -93,7 +93,7 @@ def test_shares_by_hand():
     assert probe["unsupported_answers"] == 3 / 4
     cells = {name: value for name, value, _ in table_rows(probe)}
     assert cells["in_documents"] == "60.0%" and cells["lost in turn 3"] == "1"
-    assert cells["memories that state a guess"] == "50.0%"
+    assert cells["memories with a guess"] == "50.0%"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_probabilities(protocol, tokenizer, ids):
         )
         assert probe["by_turn"][str(index + 1)] == pytest.approx({"memories": 1, **row["turns"][index]})
     assert (probe["num_rollouts"], probe["left_out"], batches) == (1, 1, [1])
-    assert "P_mem, P_full, R_M in turn 3" in [
+    assert "turn 3: P_mem, P_full, R_M" in [
         name for name, *_ in table_rows(probe_texts(records) | {"probabilities": probe})
     ]
 

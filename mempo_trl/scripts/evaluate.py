@@ -17,6 +17,7 @@ from transformers import GenerationConfig, set_seed
 from trl import ModelConfig, TrlParser
 
 from mempo_trl import load_questions
+from mempo_trl.comb import choose_scorer
 from mempo_trl.endpoints import ChatGenerator, CompletionsGenerator
 from mempo_trl.evaluation import (
     COLUMNS,
@@ -40,7 +41,6 @@ from mempo_trl.probe import DEFINITIONS, probe_probabilities, probe_texts
 from mempo_trl.probe import table_rows as probe_rows
 from mempo_trl.protocol import Protocol, load_chat_template
 from mempo_trl.runner import FAILED, play_questions, read_records
-from mempo_trl.scoring import RowScorer
 from mempo_trl.scripts.arguments import RetrievalArguments, load_model, load_tokenizer, make_search_tool
 from mempo_trl.tools import Toolbox
 
@@ -304,7 +304,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
                 probe["probabilities"] = probe_probabilities(
                     records,
                     protocol=protocol,
-                    scorer=RowScorer(model, pad_id),
+                    scorer=choose_scorer(model, "auto")(model, pad_id),
                     tokenizer=tokenizer,
                     on_batch=bar.update,
                 )
