@@ -247,7 +247,7 @@ def find_alarms(history: list[dict], args: MemPOConfig, start_step: int = 0) -> 
     if step - start_step < WINDOW:
         return alarms
 
-    judged = [log for log in logs if log["step"] > max(step - WINDOW, start_step)]
+    judged = [log for log in logs if log["step"] > step - WINDOW]
     recent, earlier = _means(judged), _windows(logs, before=judged[0]["step"])
     for alarm in ALARMS:
         threshold = args.alarm_thresholds[alarm.name]

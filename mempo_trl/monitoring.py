@@ -103,7 +103,9 @@ def rollout_record(
         rollout ([`~mempo_trl.rollout.Rollout`]):
             A played rollout.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            With it the record holds the decoded prompts too: the prefix once, and per turn what follows the prefix.
+            With it the record holds the decoded prompts too: the prefix once, and per turn what follows the prefix. A
+            prompt that goes on from that of the turn before (`context="full"`) is left out after the second turn, so
+            that records do not grow with the square of the turns.
         ids (`bool`, *optional*, defaults to `False`):
             Whether token ids and log-probabilities are part of it, and with a tokenizer the text of each token.
         extra:
@@ -114,7 +116,7 @@ def rollout_record(
         `dict`: Text, outcome and credit of the rollout and of each turn.
     """
     turns = []
-    for turn in rollout.turns:
+    for i, turn in enumerate(rollout.turns):
         record = {
             "completion": turn.text,
             "outcome": turn.outcome,
@@ -136,7 +138,9 @@ def rollout_record(
             "A_M": turn.memory_advantage,
             "mem_rewards_idx_list": memory_markers(turn),
         }
-        if tokenizer is not None:
+        last_ids = rollout.turns[i - 1].prompt_ids
+        goes_on = i > 1 and turn.prompt_ids[: len(last_ids)] == last_ids
+        if tokenizer is not None and not goes_on:
             record["prompt"] = decode(tokenizer, turn.prompt_ids[len(rollout.prefix_ids) :])
         if ids:
             record |= {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logps": turn.logps}
