@@ -198,7 +198,7 @@ def test_corrupt_in_a_run(retriever, open_cache, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "{", "[[1]]", "3", '[["a", "b", "c", 1, 2]]', None, 7, b"\xff", pickle.dumps([])]
+    "value", ["", "{", "{}", "[]", "[[1]]", "3", '[["a", "b", "c", 1, 2]]', None, 7, b"\xff", pickle.dumps([])]
 )
 def test_corrupt_value(retriever, open_cache, value):
     """A value that is no list of passages is searched again and replaced."""

@@ -172,7 +172,8 @@ class CachedRetriever:
             return None
         try:
             value = cache.get(key)
-            return None if value is None else [Document(*fields) for fields in json.loads(value)]
+            # Nothing empty was ever written, so what reads as empty is damaged.
+            return None if value is None else [Document(*fields) for fields in json.loads(value)] or None
         except _ERRORS as error:
             self._failed(error)
             return None

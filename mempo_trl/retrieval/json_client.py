@@ -148,7 +148,8 @@ class JSONClient:
         forms = [form for text in secrets or [] for form in (text, quote(text, safe=""), json.dumps(text)[1:-1])]
         self._secrets = sorted(set(forms), key=len, reverse=True)
         # Time-outs are ours, and a request that waits for a connection waits for its slot instead.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_connections)
+        # Idle connections are dropped before a server does it, uvicorn after 5 s, just when they are used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_connections, keepalive_expiry=3.0)
         self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, verify=ssl_context())
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
