@@ -10,6 +10,7 @@ import pytest
 from accelerate import PartialState
 from conftest import REPOSITORY, GivenMemoryRewards, build, call, config, script_of, train
 from transformers import HfArgumentParser, TrainerControl, TrainerState
+from trl import TrlParser
 
 import mempo_trl.alarms
 from mempo_trl import MemPOConfig
@@ -277,6 +278,19 @@ def test_thresholds_from_the_command_line(tmp_path):
     assert args.stop_on_alarms == ["not_finite", "format"] and args.alarms
 
 
+def test_thresholds_from_a_recipe(tmp_path):
+    """The same from YAML."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nreport_to: none\nstop_on_alarms: [all]\n"
+        "alarm_thresholds:\n  truncated: 0.5\n  entropy: null\n",
+        encoding="utf-8",
+    )
+    (args,) = TrlParser(MemPOConfig).parse_args_and_config(["--config", str(recipe)])
+    assert args.alarm_thresholds == ALARM_THRESHOLDS | {"truncated": 0.5, "entropy": None}
+    assert args.stop_on_alarms == ["all"]
+
+
 def test_alarms_are_documented():
     """Each alarm has a row with its default threshold in docs/alarms.md."""
     page = (REPOSITORY / "docs" / "alarms.md").read_text(encoding="utf-8")
@@ -361,6 +375,14 @@ def test_a_run_is_stopped_with_a_checkpoint_and_goes_on_once_repaired(short_fold
     (callback,) = (one for one in resumed.callback_handler.callbacks if isinstance(one, AlarmCallback))
     assert callback.start_step == 2
     assert [log["frac_reward_zero_std"] for log in resumed.state.log_history if "loss" in log] == [1, 1, 0, 0]
+
+
+def test_weights_that_blow_up_are_noticed(short_folder, tmp_path, caplog):
+    """A learning rate that makes everything NaN: the alarm comes with the first log that shows it."""
+    trainer = train(short_folder, tmp_path, script_of(RIGHT, WRONG), learning_rate=1e30, max_steps=3)
+    bad = [log["step"] for log in trainer.state.log_history if "loss" in log and not math.isfinite(log["grad_norm"])]
+    (line,) = lines(caplog)
+    assert f"Alarm `not_finite` at step {bad[0]}: " in line and "`grad_norm`" in line and "(1e+30)" in line
 
 
 def test_alarms_are_on_by_default_and_can_be_replaced(short_folder, tmp_path):
