@@ -47,6 +47,8 @@ class Report:
             Rollouts in the files.
         num_broken (`int`):
             Lines that are no JSON, such as the last one of a killed run. They are left out.
+        num_replaced (`int`):
+            Rollouts that were played again, in an evaluation; the newest of each is in the page.
         num_bytes (`int`):
             Size of the page.
     """
@@ -55,6 +57,7 @@ class Report:
     num_rollouts: int
     num_found: int
     num_broken: int
+    num_replaced: int
     num_bytes: int
 
 
@@ -132,7 +135,8 @@ def write_report(
     step = max(1.0, num_found / max_rollouts)
     wanted = {int(i * step) for i in range(min(num_found, max_rollouts))}
 
-    index, num_broken = [], 0
+    index, num_broken, num_replaced = [], 0, 0
+    places: dict[tuple, int] = {}
     with tempfile.TemporaryFile() as packed:
         chunks = _ChunkWriter(packed)
         for number, (file, line_number, line) in enumerate(_lines(files)):
@@ -152,7 +156,16 @@ def write_report(
                 )
             body = _body(record, normalizer)
             chunk, position = chunks.write(_dump(body))
-            index.append(_entry(body) | {"chunk": chunk, "position": position})
+            entry = _entry(body) | {"chunk": chunk, "position": position}
+            key = (file, record.get("id"), record.get("sample"))
+            # In an evaluation the newest of a question and sample counts, as where it failed before; training says its
+            # step, and may well play a question twice.
+            if None in key or record.get("step") is not None or key not in places:
+                places[key] = len(index)
+                index.append(entry)
+            else:
+                index[places[key]] = entry
+                num_replaced += 1
         chunks.flush()
         if not index:
             raise ValueError(f"{path} holds no rollout: {num_broken} of its {num_found} lines are no JSON.")
@@ -162,11 +175,12 @@ def write_report(
             "num_rollouts": len(index),
             "num_found": num_found,
             "num_broken": num_broken,
+            "num_replaced": num_replaced,
             "normalizer": normalizer,
             "evaluation": evaluation,
         }
         num_bytes = _write_page(output_file, about, index, packed)
-    return Report(output_file, len(index), num_found, num_broken, num_bytes)
+    return Report(output_file, len(index), num_found, num_broken, num_replaced, num_bytes)
 
 
 def _read_evaluation(folder: Path | None) -> dict[str, Any]:

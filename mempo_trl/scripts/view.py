@@ -34,7 +34,7 @@ def main(args: ViewArguments, positional: argparse.Namespace) -> None:
     """Write the page and say where it is."""
     report = write_report(positional.path, args.output_file, args.max_rollouts)
     shown = f"{report.num_rollouts:,} rollouts"
-    if report.num_rollouts < report.num_found:
+    if report.num_rollouts + report.num_broken + report.num_replaced < report.num_found:
         shown = f"{report.num_rollouts:,} of {report.num_found:,} rollouts"
     if report.num_broken:
         shown += f" ({report.num_broken:,} lines that are no JSON left out)"

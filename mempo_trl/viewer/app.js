@@ -51,14 +51,17 @@ function filtersChanged() {
 
 function aboutPage() {
   const { evaluation } = about;
-  const results = evaluation.results;
-  const kind = results ? "Evaluation" : list.all.some((entry) => entry.step !== undefined) ? "Training" : "Rollouts";
+  // Tables of figures are groups of rollouts, by name.
+  const isTable = ([name, value]) => name.startsWith("results") && value && Object.values(value).length && Object.values(value).every((row) => row && typeof row === "object");
+  const results = Object.entries(evaluation).filter(isTable);
+  const kind = results.length ? "Evaluation" : list.all.some((entry) => entry.step !== undefined) ? "Training" : "Rollouts";
   const notes = [];
-  if (about.num_found - about.num_broken > about.num_rollouts) {
+  if (about.num_found - about.num_broken - about.num_replaced > about.num_rollouts) {
     notes.push(`This page shows ${about.num_rollouts.toLocaleString("en-US")} of ${count(about.num_found, "rollout")}, evenly spread over the files. Raise --max_rollouts for more.`);
   }
+  if (about.num_replaced) notes.push(`${count(about.num_replaced, "rollout")} had been played before; the newest of each question and sample is shown.`);
   if (about.num_broken) notes.push(`${count(about.num_broken, "line")} of the files ${about.num_broken === 1 ? "is" : "are"} no JSON and left out, as happens when a run is killed.`);
-  const rest = Object.entries(evaluation).filter(([name]) => name !== "results");
+  const rest = Object.entries(evaluation).filter((entry) => !isTable(entry) && !entry[0].startsWith("results"));
   const plain = Object.fromEntries(rest.filter(([, value]) => value === null || typeof value !== "object"));
   return el("article", { class: "about" },
     el("a", { class: "tool back", href: hashOf({}) }, "← List"),
@@ -68,7 +71,7 @@ function aboutPage() {
     notes.map((note) => el("p", { class: "notice" }, note)),
     startHere(),
     el("p", { class: "quiet hint" }, "Go through the list with ", el("kbd", {}, "j"), el("kbd", {}, "k"), " and through the turns of a rollout with ", el("kbd", {}, "←"), el("kbd", {}, "→"), ". All keys and words are explained under ", el("kbd", {}, "?"), "."),
-    results && typeof results === "object" ? [el("h2", {}, "Figures"), figuresTable(results)] : null,
+    results.map(([name, groups]) => [el("h2", {}, `Figures${name.slice("results".length).replaceAll("_", " ")}`), figuresTable(groups)]),
     rest.length ? el("h2", {}, "Settings") : null,
     settingsTable(plain),
     rest.filter(([, value]) => value !== null && typeof value === "object").map(([name, value]) =>
@@ -92,26 +95,37 @@ function startHere() {
   return [el("h2", {}, "Where to look"), el("ul", { class: "ways" }, ways)];
 }
 
-/** One row per group of rollouts, one column per figure; intervals as from–to. */
+/** One column per group of rollouts, one row per figure with its interval where there is one. */
 function figuresTable(results) {
-  const flat = (value, name = "") => {
-    if (typeof value === "number") return { [name]: figure(value, 3) };
-    if (Array.isArray(value)) return value.length === 2 && value.every((end) => typeof end === "number") ? { [name]: `${figure(value[0], 3)} to ${figure(value[1], 3)}` } : {};
-    if (value === null || typeof value !== "object") return {};
-    return Object.assign({}, ...Object.entries(value).map(([key, part]) => flat(part, name ? `${name} ${key}` : key)));
-  };
-  const grouped = Object.values(results).every((value) => value !== null && typeof value === "object" && !Array.isArray(value));
-  const rows = Object.entries(grouped ? results : { all: results }).map(([name, row]) => [name, flat(row)]);
-  const columns = [...new Set(rows.flatMap(([, row]) => Object.keys(row)))];
-  const words = (name) => name.replace(/_(mean|frac)$/, "").replaceAll("_", " ");
-  return el("div", { class: "wide" }, el("table", {},
-    el("thead", {}, el("tr", {}, el("th", {}, ""), rows.map(([name]) => el("th", { scope: "col" }, /^\d+$/.test(name) ? count(Number(name), "objective") : name)))),
-    el("tbody", {}, columns.map((column) => el("tr", {}, el("th", { scope: "row" }, words(column)), rows.map(([, row]) => el("td", {}, row[column] ?? "–")))))));
+  const intervals = (row) => (row.ci95 && typeof row.ci95 === "object" ? row.ci95 : {});
+  const groups = Object.entries(results).map(([name, row]) => {
+    const values = Object.fromEntries(flatEntries(row).filter(([key]) => !key.startsWith("ci95")));
+    return { name, values, ends: intervals(row) };
+  });
+  const keys = [...new Set(groups.flatMap((group) => Object.keys(group.values)))];
+  const rows = keys.map((key) => {
+    const whole = groups.every((group) => Number.isInteger(group.values[key] ?? 0));
+    const shown = (value) => (typeof value === "number" ? (whole ? value.toLocaleString("en-US") : figure(value, Math.abs(value) < 10 ? 3 : 0)) : value ?? "–");
+    const cells = groups.map((group) => {
+      const ends = group.ends[key];
+      const interval = Array.isArray(ends) && typeof ends[0] === "number" ? el("span", { class: "quiet interval", title: "95% interval" }, `${shown(ends[0])} to ${shown(ends[1])}`) : null;
+      return el("td", {}, shown(group.values[key]), interval);
+    });
+    return el("tr", {}, el("th", { scope: "row" }, key.replace(/_(mean|frac)$/, "").replaceAll("_", " ")), cells);
+  });
+  const heads = groups.map(({ name }) => el("th", { scope: "col" }, /^\d+$/.test(name) ? count(Number(name), "objective") : name));
+  return el("div", { class: "wide" }, el("table", {}, el("thead", {}, el("tr", {}, el("td", {}), heads)), el("tbody", {}, rows)));
+}
+
+/** What is nested, as names with dots and values. */
+function flatEntries(value, name = "") {
+  if (value === null || typeof value !== "object" || Array.isArray(value)) return [[name, value]];
+  return Object.entries(value).flatMap(([key, part]) => flatEntries(part, name ? `${name}.${key}` : key));
 }
 
 function settingsTable(settings) {
-  const words = (value) => (value !== null && typeof value === "object" ? JSON.stringify(value) : String(value ?? "–"));
-  const rows = Object.entries(settings).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, words(value))));
+  const words = (value) => (Array.isArray(value) ? JSON.stringify(value) : String(value ?? "–"));
+  const rows = flatEntries(settings).map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, words(value))));
   return rows.length ? el("div", { class: "wide" }, el("table", { class: "settings" }, el("tbody", {}, rows))) : null;
 }
 
@@ -124,7 +138,7 @@ function buildHelp() {
     ["right", `Exact match under the normaliser “${about.normalizer}”, for every objective; partly right for some of them. EM is its mean.`],
     ["R_M", "Memory reward of a turn: P_mem − P_full, the probability of the golden answer after the memory alone, minus that after the baseline (by default the whole history)."],
     ["A_T, A_M", "Advantage of the outcome within its group, and of the memory. A token is trained with A_T, inside the memory block with A_T + λ·A_M."],
-    ["golden answer", "Looked for in documents and memories as whole words, any alias, whatever the case and the punctuation between words. Another wording of the same thing is not found, and a word that merely looks the same is."],
+    ["golden answer", "Looked for in documents and memories as whole words, any alias, whatever the case and the punctuation between words, and without an article in front unless less than five letters remain. Another wording of the same thing is not found, and a word that merely looks the same is."],
     ["lost", "What the documents or the memory of the last turn held, and neither the memory nor the answer of this turn holds. With context = full the agent can still read it further up; with context = memory it is gone unless it is found again. The filter “lost for good” keeps rollouts where it never came back."],
     ["squares", "One column per turn in front of that sentence: documents above, memory below, red where it is lost."],
     ["changes", "Words added to and dropped from the memory since the turn before."],

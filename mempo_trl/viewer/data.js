@@ -46,7 +46,7 @@ async function scan(entries, visit, stopped, onProgress) {
     }
     visit(JSON.parse(lines[entry.position]), entry);
     done++;
-    if (performance.now() - pause > 40) {
+    if (performance.now() - pause > 50) {
       onProgress(done);
       await new Promise((resolve) => setTimeout(resolve));
       pause = performance.now();

@@ -22,9 +22,8 @@ function fill(element, attributes, children) {
 /** `0.25`, `-1.30`, `1,234`; a dash for what is not known. */
 function figure(value, digits = 2) {
   if (typeof value !== "number") return "–";
-  return Number.isInteger(value) && Math.abs(value) >= 10
-    ? value.toLocaleString("en-US")
-    : value.toFixed(digits).replace("-", "−");
+  const shown = Number.isInteger(value) && Math.abs(value) >= 10 ? 0 : digits;
+  return value.toLocaleString("en-US", { minimumFractionDigits: shown, maximumFractionDigits: shown }).replace("-", "−");
 }
 
 function count(value, noun) {

@@ -4,41 +4,42 @@ const ROW_HEIGHT = 74;
 const byId = (id) => document.getElementById(id);
 const list = {
   filters: {}, // those that are set
-  largestReward: 1, // |R_M|, the height of the little bars
+  largeReward: 1, // |R_M| of a little bar of full height
   all: [], // entries of the index, in the order of the files; `number` is the place there
   shown: [], // those that pass the filters, in the chosen order
   selected: null, // an entry
   scan: 0, // which scan of whole rollouts is the current one
-  scanned: { key: "", hits: new Set() },
 };
 
 /** What a rollout's answer is worth: "right", "partly", "wrong", or null where no golden answer is known. */
 function verdict(entry) {
-  if (!entry.scores || !entry.scores.length) return null;
-  const score = mean(entry.scores);
+  if (entry.score === null) return null;
+  const { score } = entry;
   return score === 1 ? "right" : score > 0 ? "partly" : "wrong";
 }
 
 const VERDICTS = { right: ["✓", "right"], partly: ["◐", "partly right"], wrong: ["✗", "wrong"] };
 
+// Name in the address → words, the value of an entry that is sorted by, and whether the highest comes first.
 const SORTS = {
-  "": ["Order of the files", null],
-  "R_M": ["R_M, lowest first", (entry) => entry.rewardMean],
-  "-R_M": ["R_M, highest first", (entry) => -entry.rewardMean],
-  "score": ["Exact match, lowest first", (entry) => mean(entry.scores || [])],
-  "-turns": ["Most turns first", (entry) => -entry.turns],
-  "-tokens": ["Most tokens first", (entry) => -entry.tokens_total],
-  "-step": ["Latest step first", (entry) => -entry.step],
+  "": ["Order of the files", "number", false],
+  "R_M": ["R_M, lowest first", "rewardMean", false],
+  "-R_M": ["R_M, highest first", "rewardMean", true],
+  "score": ["Exact match, lowest first", "score", false],
+  "-turns": ["Most turns first", "turns", true],
+  "-tokens": ["Most tokens first", "tokens_total", true],
+  "-step": ["Latest step first", "step", true],
 };
 
 function prepareEntries(entries) {
   list.all = entries;
-  list.largestReward = 1e-6;
+  const sizes = entries.flatMap((entry) => entry.R_M || []).map(Math.abs).sort((a, b) => a - b);
+  list.largeReward = sizes[Math.floor(0.9 * sizes.length)] || 1;
   entries.forEach((entry, number) => {
     entry.number = number;
+    entry.score = mean(entry.scores || []);
     entry.verdict = verdict(entry);
     entry.rewardMean = mean((entry.R_M || []).filter((value) => value !== null));
-    list.largestReward = Math.max(list.largestReward, ...(entry.R_M || []).map(Math.abs));
     entry.searchable = [entry.question, entry.answer, ...entry.golden, entry.id].join("\n").toLowerCase();
   });
 }
@@ -61,7 +62,7 @@ function buildFilters() {
     el("label", { class: "check", title }, el("input", { type: "checkbox", name, value: "1" }), label);
   const numbers = (key) => distinct(key).sort((a, b) => a - b);
   const several = (key) => new Set(list.all.map((entry) => entry[key])).size > 1;
-  const sorts = Object.entries(SORTS).filter(([name]) => !name || several(SORT_KEYS[name]));
+  const sorts = Object.entries(SORTS).filter(([, [, key]]) => several(key));
   byId("fields").append(
     ...[
       choice("verdict", "Answer", ["right", "partly", "wrong"].filter((v) => distinct("verdict").includes(v)), (v) => VERDICTS[v][1]),
@@ -82,8 +83,6 @@ function buildFilters() {
     ].filter(Boolean),
   );
 }
-
-const SORT_KEYS = { "R_M": "rewardMean", "-R_M": "rewardMean", "score": "verdict", "-turns": "turns", "-tokens": "tokens_total", "-step": "step" };
 
 /** The filters as an object, without those that are not set. */
 function readFilters() {
@@ -123,14 +122,12 @@ async function applyFilters() {
   const settings = Object.keys(filters).filter((name) => name !== "q").length;
   byId("active").hidden = !settings;
   byId("active").textContent = settings;
-  const candidates = list.all.filter((entry) => passes(entry, filters));
-  const key = SORTS[filters.sort || ""] && SORTS[filters.sort || ""][1];
-  if (key) {
-    const keys = new Map(candidates.map((entry) => [entry, key(entry)]));
-    const unknown = (entry) => !entry || Number.isNaN(keys.get(entry)) || keys.get(entry) === null || keys.get(entry) === undefined;
-    // `sort` keeps the order of equal ones, and those without a value come last.
-    candidates.sort((a, b) => unknown(a) - unknown(b) || (unknown(a) ? 0 : keys.get(a) - keys.get(b)));
-  }
+  const passing = list.all.filter((entry) => passes(entry, filters));
+  const [, key, highestFirst] = SORTS[filters.sort] || SORTS[""];
+  // Equal ones stay in their order, and those without a value come last.
+  const known = passing.filter((entry) => typeof entry[key] === "number");
+  known.sort((a, b) => (highestFirst ? b[key] - a[key] : a[key] - b[key]));
+  const candidates = known.concat(passing.filter((entry) => typeof entry[key] !== "number"));
   const mine = ++list.scan;
   const needle = filters.deep && filters.q ? filters.q.trim().toLowerCase() : "";
   if (!needle && !filters.lost) return showEntries(candidates);
@@ -141,7 +138,10 @@ async function applyFilters() {
   };
   const show = (note) => showEntries(candidates.filter((entry) => hits.has(entry)), note);
   const inFileOrder = [...candidates].sort((a, b) => a.number - b.number);
+  let shown = -Infinity;
   const whole = await scan(inFileOrder, visit, () => mine !== list.scan, (done) => {
+    if (performance.now() - shown < 300) return;
+    shown = performance.now();
     show(`reading ${Math.floor((100 * done) / candidates.length)}% …`);
   });
   if (whole) show();
@@ -160,10 +160,10 @@ function summaryOf(entries) {
   const shown = entries.length === total ? count(total, "rollout") : `${entries.length.toLocaleString("en-US")} of ${count(total, "rollout")}`;
   const facts = [el("b", {}, shown)];
   const average = (label, values, digits) => {
-    const known = values.filter((value) => typeof value === "number" && !Number.isNaN(value));
+    const known = values.filter((value) => typeof value === "number");
     if (known.length) facts.push(el("span", {}, `${label} ${figure(mean(known), digits)}`));
   };
-  average("EM", entries.filter((entry) => entry.scores).map((entry) => mean(entry.scores)));
+  average("EM", entries.map((entry) => entry.score));
   average("R_M", entries.map((entry) => entry.rewardMean), 3);
   average("turns", entries.map((entry) => entry.turns), 1);
   average("tokens", entries.map((entry) => entry.tokens_total), 0);
@@ -212,10 +212,10 @@ function rewardBars(rewards) {
   const width = rewards.length * 4;
   const bars = rewards.map((value, i) => {
     if (value === null) return null;
-    const height = Math.max(1, (7 * Math.abs(value)) / list.largestReward);
-    return svg("rect", { x: i * 4, y: value < 0 ? 7 : 7 - height, width: 3, height, class: value < 0 ? "negative" : "positive" });
+    const height = Math.max(1, 8 * Math.min(1, Math.abs(value) / list.largeReward));
+    return svg("rect", { x: i * 4, y: value < 0 ? 8 : 8 - height, width: 3, height, class: value < 0 ? "negative" : "positive" });
   });
-  return svg("svg", { class: "bars", width, height: 14, viewBox: `0 0 ${width} 14`, role: "img", "aria-label": "R_M per turn" }, bars);
+  return svg("svg", { class: "bars", width, height: 16, viewBox: `0 0 ${width} 16`, role: "img", "aria-label": "R_M per turn" }, bars);
 }
 
 /** Bring the selected row into sight. */

@@ -41,7 +41,7 @@ function renderRollout() {
       rollout.error ? el("div", { class: "turn" }, part("problem", "This rollout failed", textBlock(String(rollout.error), "prose"))) : null,
       answersTable(rollout, patterns),
       plot,
-      typeof rollout.prefix === "string" ? folded(`Prefix: system prompt and question`, rollout.prefix, (text) => [text]) : null,
+      typeof rollout.prefix === "string" ? unfolding("Prefix: system prompt and question", rollout.prefix, (text) => [text]) : null,
       cards.length ? controls(rollout, scale) : el("p", { class: "empty" }, "This rollout has no turns."),
       cards,
     ),

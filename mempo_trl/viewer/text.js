@@ -1,38 +1,77 @@
 // What is in a text: golden answers, the documents of a tool response, and what changed between two memories.
 // Nothing here touches the page.
 
-const LETTERS = "\\p{L}\\p{N}\\p{M}";
+const WORDS = /[\p{L}\p{N}\p{M}]+/gu;
+const LETTER = /[\p{L}\p{N}\p{M}]/u;
 // Written without spaces between words, so that a name may begin or end anywhere.
 const UNSPACED = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}]/u;
+const SHORTEST_BARE = 5; // letters that an alias has to have without its article
+const MOST_BETWEEN = 4; // characters between two words of an alias
 
-/**
- * A pattern that finds any of the aliases: whole words, whatever their case and the punctuation or space between them,
- * without an article in front. `null` where looking is pointless: no letters or digits, or a yes or no.
- */
-function answerPattern(aliases) {
-  const alternatives = new Set();
-  for (const alias of aliases) {
-    const words = String(alias).match(new RegExp(`[${LETTERS}]+`, "gu")) || [];
-    if (words.length > 1 && /^(a|an|the)$/i.test(words[0])) words.shift();
-    if (!words.length || (words.length === 1 && /^(yes|no|noanswer)$/i.test(words[0]))) continue;
-    const [first, last] = [words[0], words[words.length - 1]];
-    const before = UNSPACED.test([...first][0]) ? "" : `(?<![${LETTERS}])`;
-    const after = UNSPACED.test([...last].pop()) ? "" : `(?![${LETTERS}])`;
-    alternatives.add(before + words.join(`[^${LETTERS}]{1,4}`) + after);
-  }
-  if (!alternatives.size) return null;
-  // The longest first: "New York City" rather than "New York" where both are right.
-  return new RegExp([...alternatives].sort((a, b) => b.length - a.length).join("|"), "giu");
+/** Lower case without moving a character: the few letters whose lower case is longer stay as they are. */
+function folded(text) {
+  const lower = text.toLowerCase();
+  if (lower.length === text.length) return lower;
+  return Array.from(text, (c) => (c.toLowerCase().length === c.length ? c.toLowerCase() : c)).join("");
 }
 
-/** `[start, end]` of each occurrence. */
-function occurrences(text, pattern) {
-  return Array.from(text.matchAll(pattern), (match) => [match.index, match.index + match[0].length]);
+/** Whether the character at a place (of a pair, its first half or, with `-1`, its second) belongs to a word. */
+function isLetter(text, place, half = 0) {
+  const code = text.charCodeAt(place);
+  if (code < 128) return (code >= 97 && code <= 122) || (code >= 48 && code <= 57) || (code >= 65 && code <= 90);
+  if (Number.isNaN(code)) return false;
+  const paired = half === -1 && code >= 0xdc00 && code <= 0xdfff ? place - 1 : place;
+  return LETTER.test(String.fromCodePoint(text.codePointAt(Math.max(0, paired))));
+}
+
+/**
+ * The aliases of an answer as lists of words, in lower case and, but for very short ones, without an article in front. `null` where looking is
+ * pointless: no letters or digits, or a yes or no.
+ */
+function answerPattern(aliases) {
+  const found = new Map();
+  for (const alias of aliases) {
+    const whole = folded(String(alias));
+    const bare = whole.replace(/^\s*(a|an|the)\s+/, "");
+    // "The Beatles" is also Beatles, but "The Who" is not every who.
+    const words = (bare.length >= SHORTEST_BARE ? bare : whole).match(WORDS) || [];
+    if (!words.length || (words.length === 1 && /^(yes|no|noanswer)$/.test(words[0]))) continue;
+    found.set(words.join(" "), words);
+  }
+  return found.size ? [...found.values()] : null;
+}
+
+/** Where the words of an alias end if they begin here, one after the other with a little in between, or -1. */
+function endOfWords(text, place, words) {
+  if (isLetter(text, place - 1, -1) && !UNSPACED.test(words[0].slice(0, 2))) return -1;
+  let end = place + words[0].length;
+  for (const word of words.slice(1)) {
+    let next = end;
+    while (next - end < MOST_BETWEEN && next < text.length && !isLetter(text, next)) next++;
+    if (next === end || !text.startsWith(word, next)) return -1;
+    end = next + word.length;
+  }
+  return isLetter(text, end) && !UNSPACED.test(words[words.length - 1].slice(-2)) ? -1 : end;
+}
+
+/** `[start, end]` of each occurrence of an alias, whatever its case and the punctuation between words; of several that overlap, the first and longest. */
+function occurrences(text, pattern, most = Infinity) {
+  const lower = folded(text);
+  const found = [];
+  for (const words of pattern) {
+    for (let place = lower.indexOf(words[0]); place !== -1; place = lower.indexOf(words[0], place + 1)) {
+      const end = endOfWords(lower, place, words);
+      if (end !== -1) found.push([place, end]);
+      if (found.length >= most) return found;
+    }
+  }
+  found.sort((a, b) => a[0] - b[0] || b[1] - a[1]);
+  let last = 0;
+  return found.filter(([start, end]) => start >= last && ((last = end), true));
 }
 
 function holds(text, pattern) {
-  pattern.lastIndex = 0;
-  return typeof text === "string" && pattern.test(text);
+  return typeof text === "string" && occurrences(text, pattern, 1).length > 0;
 }
 
 /**
@@ -131,13 +170,14 @@ function closingParenthesis(text, start) {
 }
 
 const LARGEST_TABLE = 4_000_000;
+const PIECES = /\s*(?:[\p{L}\p{N}\p{M}]+|\S)|\s+$/gu; // words and single signs, each with the space before it
 
 /**
  * Word diff of two texts: `[kind, text]` with kind "same", "added" or "removed", in order. The "same" and "added" parts
  * together are the new text. Very long texts that differ everywhere are not compared, but shown as replaced.
  */
 function diffWords(before, after) {
-  const words = (text) => text.match(new RegExp(`\\s*(?:[${LETTERS}]+|\\S)|\\s+$`, "gu")) || [];
+  const words = (text) => text.match(PIECES) || [];
   const [a, b] = [words(before), words(after)];
   const same = (i, j) => a[i].trim() === b[j].trim();
   let start = 0;

@@ -147,10 +147,10 @@ function responsePart(turn, marked) {
 
 /** What the model read after the prefix; rendered when it is opened. */
 function promptPart(turn, marked) {
-  return turn.prompt ? folded("What this turn read after the prefix", String(turn.prompt), marked) : null;
+  return turn.prompt ? unfolding("What this turn read after the prefix", String(turn.prompt), marked) : null;
 }
 
-function folded(label, text, marked) {
+function unfolding(label, text, marked) {
   const details = el("details", { class: "folded" }, el("summary", {}, `${label}, ${count(text.length, "character")}`));
   details.addEventListener("toggle", () => details.append(textBlock(text, "code", marked)), { once: true });
   return details;
