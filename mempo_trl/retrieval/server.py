@@ -25,7 +25,7 @@ try:
     from fastapi import FastAPI, HTTPException, Request, Response
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, PlainTextResponse
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+    from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
     from pydantic_core import PydanticCustomError
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ImportError as error:
@@ -178,6 +178,11 @@ def _json(content: dict | list) -> Response:
     return Response(json.dumps(content, allow_nan=False), media_type="application/json")
 
 
+def _as_int(value: object) -> object:
+    # In JSON 3.0 is an integer, which a strict model would refuse along with "3" and true.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _check_query(query: str) -> str:
     if not query.strip():
         raise PydanticCustomError("empty_query", "the query is empty; send a search string")
@@ -252,7 +257,8 @@ def make_app(
     AnyQuery = Annotated[str, Field(max_length=max_query_length)]
     schema = {"type": "string", "maxLength": max_query_length, "pattern": r"\S"}
     Query = Annotated[AnyQuery, AfterValidator(_check_query), WithJsonSchema(schema)]
-    TopK = Annotated[int | None, Field(ge=1, le=max_top_k, description=f"null: {default_top_k}")]
+    count = Annotated[int, Field(ge=1, le=max_top_k)]
+    TopK = Annotated[count | None, BeforeValidator(_as_int), Field(description=f"null means {default_top_k}")]
 
     class Body(BaseModel):
         model_config = ConfigDict(strict=True)
@@ -322,21 +328,21 @@ def make_app(
         return _json({"result": [[_passage(d) for d in found] for found in results]})
 
     @app.post(
-        "/search", response_model=list[Passage] | tuple[list[Passage], list[float | None]], responses=refused | failed
+        "/search", response_model=list[Passage] | list[list[Passage] | list[float | None]], responses=refused | failed
     )
     async def search_one(body: SearchBody):
-        """FlashRAG, one query."""
+        """FlashRAG, one query: its passages, or with `return_score` the list of them and the list of their scores."""
         [found] = await search([body.query], body.top_n)
         passages = [_passage(d) for d in found]
         return _json([passages, [d.score for d in found]] if body.return_score else passages)
 
     @app.post(
         "/batch_search",
-        response_model=list[list[Passage]] | tuple[list[list[Passage]], list[list[float | None]]],
+        response_model=list[list[Passage]] | list[list[list[Passage]] | list[list[float | None]]],
         responses=refused | failed,
     )
     async def batch_search(body: BatchSearchBody):
-        """FlashRAG, several queries."""
+        """FlashRAG, several queries: as `/search`, with a list per query in place of each passage and score."""
         results = await search(body.query, body.top_n)
         passages = [[_passage(d) for d in found] for found in results]
         return _json([passages, [[d.score for d in found] for found in results]] if body.return_score else passages)

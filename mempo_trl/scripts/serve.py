@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from trl import TrlParser
 
 from mempo_trl.retrieval.bm25 import BM25Retriever
+from mempo_trl.retrieval.hybrid import HybridRetriever
+from mempo_trl.retrieval.index import load_index
+from mempo_trl.retrieval.manifest import FORMATS, read_manifest
 from mempo_trl.retrieval.server import bind, make_app, run_server
 
 
@@ -71,10 +74,13 @@ def main(args: ServeArguments) -> None:
         if args.corpus_path is not None:
             retriever = BM25Retriever.from_corpus(args.corpus_path, show_progress=True)
         else:
-            retriever = BM25Retriever.load(args.index_path)
+            retriever = load_index(args.index_path)
+        is_hybrid = isinstance(retriever, HybridRetriever)
+        documents = retriever.retrievers[0].documents if is_hybrid else retriever.documents
         app = make_app(
             retriever,
-            documents=retriever.documents,
+            documents=documents,
+            index_format=FORMATS["bm25"] if args.index_path is None else read_manifest(args.index_path)["format"],
             corpus_hash=retriever.corpus_hash,
             default_top_k=args.default_top_k,
             max_top_k=args.max_top_k,
@@ -83,7 +89,7 @@ def main(args: ServeArguments) -> None:
         )
         listener.listen()
         host, port = listener.getsockname()[:2]
-        print(f"Serving {len(retriever.documents)} passages on http://{host}:{port}", flush=True)
+        print(f"Serving {len(documents)} passages on http://{host}:{port}", flush=True)
         run_server(app, listener, args.log_file)
 
 
