@@ -9,7 +9,16 @@ from conftest import byte_tokenizer, call, generation, play_script, search, tiny
 from trl import SFTConfig, SFTTrainer
 
 from mempo_trl import BM25Retriever, SearchTool
-from mempo_trl.data.cold_start import IGNORE_INDEX, read_rollouts, replay, scripted_rollout, sft_rows
+from mempo_trl.data.cold_start import (
+    IGNORE_INDEX,
+    drop_reason,
+    read_rollouts,
+    record_reward,
+    replay,
+    scripted_rollout,
+    sft_rows,
+    split_by_question,
+)
 from mempo_trl.generation import Generation
 from mempo_trl.monitoring import rollout_record
 from mempo_trl.protocol import Protocol
@@ -88,7 +97,7 @@ def test_sft_trains_what_rl_would_train(any_tokenizer, any_model, context, ids, 
     protocol = make_protocol(any_tokenizer, context)
     rollout = play_script(protocol, MEMORY_TURNS if context == "memory" else FULL_TURNS)
     assert rollout.outcome == "answer" and rollout.well_formed
-    rows = sft_rows(dump(rollout, tmp_path, ids), protocol)
+    rows, _ = sft_rows(dump(rollout, tmp_path, ids), protocol)
     fed = trained_by_sft(rows, any_model, any_tokenizer, tmp_path)
     assert fed == trained_by_rl(rollout)
     # Turns 1 and 2 are one sequence with the memory context, and turn 3 starts anew; everything is one otherwise.
@@ -305,7 +314,7 @@ def test_rows_of_several_rollouts(protocol):
         play_script(protocol, MEMORY_TURNS),
         play_script(protocol, ["<answer>dog</answer>"]),
     ]
-    rows = sft_rows(map(rollout_record, rollouts), protocol)
+    rows, _ = sft_rows(map(rollout_record, rollouts), protocol)
     expected = [pair for rollout in rollouts for pair in trained_by_rl(rollout)]
     assert [(row["input_ids"], row["labels"]) for row in rows] == expected
     assert len(rows) == 1 + 2 + 1
@@ -373,7 +382,7 @@ def test_gradient_reaches_only_trained_tokens(protocol, tokenizer, tmp_path):
     The loss that `SFTTrainer` computes is the mean negative log-probability of the sampled tokens alone.
     """
     rollout = play_script(protocol, MEMORY_TURNS)
-    rows = sft_rows([rollout_record(rollout)], protocol)
+    rows, _ = sft_rows([rollout_record(rollout)], protocol)
     model = tiny_model(tokenizer)
     args = SFTConfig(
         str(tmp_path), per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to="none", max_length=None
@@ -391,3 +400,53 @@ def test_gradient_reaches_only_trained_tokens(protocol, tokenizer, tmp_path):
             count += mask.sum().item()
     assert count == len(rollout.completion_ids)
     assert loss == pytest.approx(total / count, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("record", "reward"),
+    [
+        ({"answer": "cat", "well_formed": True, "golden_answers": [["a cat", "tom"]]}, 1.0),
+        ({"answer": "cat", "well_formed": False, "golden_answers": [["cat"]]}, 0.0),
+        ({"answer": None, "well_formed": False, "golden_answers": [["cat"]]}, 0.0),
+        ({"answer": "cat; dog", "well_formed": True, "golden_answers": [["cat"], ["hen"]]}, 0.5),
+        ({"answer": "cat", "well_formed": True, "golden_answers": ["cat"]}, 1.0),  # as a hand writes it
+        ({"answer": "cat", "well_formed": True, "golden_answers": [["cat"]], "reward": 0.25}, 0.25),
+        ({"answer": "cat", "well_formed": True, "golden_answers": [["cat"]], "reward": None}, 1.0),
+        ({"answer": "cat", "well_formed": True, "golden_answers": None}, None),
+    ],
+)
+def test_record_reward(record, reward):
+    """The recorded reward counts; else it is exact match times form, and unknown without golden answers."""
+    assert record_reward(record) == reward
+
+
+def test_drop_reason():
+    """A rollout is dropped for the first of the reasons that holds, and at the very limit of none."""
+    record = {"answer": "dog", "well_formed": False, "golden_answers": [["cat"]], "tokens_peak": 100}
+    record["outcome"] = "answer"
+    assert drop_reason(record) is None
+    assert drop_reason(record, 0.0, max_tokens=100) is None
+    assert drop_reason(record, 1.0, True, 99) == "not well formed"
+    assert drop_reason(record, 0.1, False, 99) == "reward too low"
+    assert drop_reason(record, 0.0, False, 99) == "too long"
+    assert drop_reason({**record, "golden_answers": None}, 0.0) == "reward too low"
+    assert drop_reason({**record, "outcome": "failed"}, 0.0) == "failed"
+
+
+def test_split_by_question():
+    """Rollouts of a question stay together, a seed gives one split, and both parts keep their order."""
+    records = [{"question": f"q{i % 10}", "number": i} for i in range(30)]
+    train, dev = split_by_question(records, 0.2, seed=1)
+    assert len(dev) == 6 and len(train) == 24
+    assert not {record["question"] for record in train} & {record["question"] for record in dev}
+    assert sorted([*train, *dev], key=lambda record: record["number"]) == records
+    assert [record["number"] for record in train] == sorted(record["number"] for record in train)
+    assert (train, dev) == split_by_question(records, 0.2, seed=1) != split_by_question(records, 0.2, seed=2)
+    assert len(split_by_question(records, 0.01)[1]) == 3  # at least one question
+
+
+def test_failed_rollouts_are_read(tmp_path):
+    """A rollout that failed has no turns and is read as such, to be counted."""
+    record = {"question": "q", "outcome": "failed", "error": "no server", "turns": []}
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    assert list(read_rollouts(tmp_path / "rollouts.jsonl")) == [record]

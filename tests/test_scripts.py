@@ -153,7 +153,11 @@ def test_full_fine_tuning(folder, model_folder, monkeypatch, tmp_path):
     [
         (["--dataset_name", "nowhere.jsonl"], FileNotFoundError, "no question file 'nowhere.jsonl'"),
         (["--corpus_path", "nowhere.jsonl"], FileNotFoundError, "nowhere.jsonl"),
-        (["--index_path", "index"], ValueError, "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`"),
+        (
+            ["--index_path", "index"],
+            ValueError,
+            "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`",
+        ),
         (["--reward_funcs", "exact_mach"], ValueError, "no reward function 'exact_mach'.*exact_match_reward"),
         (["--reward_funcs", "user_rewards.none"], ValueError, "'user_rewards' has no reward function 'none'"),
         (["--reward_funcs", "no_module.f"], ModuleNotFoundError, "no_module"),
@@ -209,47 +213,6 @@ def collected(folder) -> Path:
     return path
 
 
-def test_collect(collected, folder, capsys, tmp_path):
-    """`mempo collect` writes a rollout for each question whose gold passages are found, at most as many as asked for."""
-    records = read_lines(collected)
-    assert [record["question"] for record in records] == [f"What is the pet of {name}?" for name in NAMES]
-    for record, name in zip(records, NAMES, strict=True):
-        assert record["answer"] == "cat" and len(record["turns"]) == 2
-        assert record["turns"][0]["response"] == f"Doc 1(Title: {name}) {name} was born in Rome. The pet is a cat."
-    questions = read_lines(folder / "questions.jsonl")
-    questions[0]["supporting_titles"] = ["Nobody"]
-    write_lines(tmp_path / "questions.jsonl", questions)
-    given = ["--dataset_name", str(tmp_path / "questions.jsonl"), "--corpus_path", str(folder / "corpus.jsonl")]
-    given += ["--output_file", str(tmp_path / "out.jsonl")]
-    cli.main(["collect", *given])
-    assert [record["question"] for record in read_lines(tmp_path / "out.jsonl")] == [
-        "What is the pet of Ben?",
-        "What is the pet of Carl?",
-    ]
-    assert "2 rollouts of 3 questions" in capsys.readouterr().out
-    cli.main(["collect", *given, "--max_rollouts", "1"])
-    assert len(read_lines(tmp_path / "out.jsonl")) == 1
-    assert "1 rollouts of 2 questions" in capsys.readouterr().out
-
-
-def test_collect_counts_passage_tokens(folder, model_folder, tmp_path):
-    """`max_passage_tokens` is counted by the tokenizer that is named, and needs one."""
-    given = ["--dataset_name", str(folder / "questions.jsonl"), "--corpus_path", str(folder / "corpus.jsonl")]
-    given += ["--output_file", str(tmp_path / "out.jsonl"), "--max_passage_tokens", "8", "--retrieval_top_k", "1"]
-    with pytest.raises(ValueError, match="no `tokenizer` to count with"):
-        cli.main(["collect", *given])
-    cli.main(["collect", *given, "--tokenizer_name_or_path", model_folder])
-    assert read_lines(tmp_path / "out.jsonl")[0]["turns"][0]["response"] == "Doc 1(Title: Anna) Anna was"
-
-
-def test_collect_needs_titles(folder, tmp_path):
-    """Questions without gold titles are refused, with the columns that there are."""
-    write_lines(tmp_path / "plain.jsonl", [{"question": "q", "golden_answers": ["a"]}])
-    given = ["--dataset_name", str(tmp_path / "plain.jsonl"), "--corpus_path", str(folder / "corpus.jsonl")]
-    with pytest.raises(ValueError, match="supporting_titles.*'question', 'golden_answers'"):
-        cli.main(["collect", *given, "--output_file", str(tmp_path / "out.jsonl")])
-
-
 SFT = ("--use_cpu", "--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--dtype", "float32")
 SFT += ("--system_prompt", "Search.", "--gradient_checkpointing", "false", "--disable_tqdm", "true")
 
@@ -272,14 +235,58 @@ def test_sft_then_train(collected, folder, model_folder, monkeypatch, capsys, tm
     )  # fmt: skip
     printed = capsys.readouterr().out
     # Each of the three rollouts has two turns, which the memory context keeps in one sequence.
-    assert re.search(r"\b3 sequences, the longest of \d{3,4} tokens\.", printed)
-    assert "eval_loss" in printed
+    assert re.search(r"sequences\W+3\W+3\b", printed) and re.search(r"turns\W+6\W+6\b", printed)
+    assert re.search(r"eval_loss at the end: \d+\.\d{4} over 3 sequences", printed)
     assert is_trained(tmp_path / "sft")
     given = ("--config", "recipe.yaml", "--model_name_or_path", str(tmp_path / "sft"))
     run_here(train, folder, monkeypatch, *given, "--output_dir", str(tmp_path / "mempo"))
     before, after = lora_weights(tmp_path / "sft"), lora_weights(tmp_path / "mempo")
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before if "lora_B" in name)
+
+
+def test_sft_mixture(folder, model_folder, monkeypatch, capsys, tmp_path):
+    """
+    `mempo sft` trains on several files; a part of the questions is set apart, with all their rollouts; those that
+    failed, that have too low a reward or too many tokens are left out; and all of it is said.
+    """
+
+    def written(i: int, answer: str = "cat", **more) -> dict:
+        turns = [{"completion": f"<answer>{answer}</answer>"}]
+        return {"question": f"q{i}", "golden_answers": ["cat"], "turns": turns, **more}
+
+    write_lines(tmp_path / "a.jsonl", [written(i) for i in range(8)])
+    failed = {"question": "q9", "outcome": "failed", "error": "no server", "turns": []}
+    long = written(0)
+    long["turns"] = [{"completion": f"<think>{'x' * 2000}</think><answer>cat</answer>"}]
+    others = [written(i) for i in range(8)] + [written(1, "dog"), written(2, reward=0.2), failed, long]
+    write_lines(tmp_path / "b.jsonl", others)
+    fed = []
+    real = sft.sft_rows
+    monkeypatch.setattr(sft, "sft_rows", lambda *args: fed.append((args[0], real(*args))) or fed[-1][1])
+    given = sft_arguments(tmp_path / "a.jsonl", model_folder, tmp_path / "out", "--max_length", "1500")
+    given[2:2] = [str(tmp_path / "b.jsonl")]
+    run_here(sft, folder, monkeypatch, *given, "--dev_fraction", "0.25", "--min_reward", "0.5")
+    (train_records, (train_rows, counts)), (dev_records, (dev_rows, dev_counts)) = fed
+    questions = [{record["question"] for record in records} for records in (train_records, dev_records)]
+    assert not questions[0] & questions[1] and questions[0] | questions[1] == {f"q{i}" for i in (*range(8), 9)}
+    assert len(questions[1]) == 2  # a quarter of nine
+    total = counts + dev_counts
+    assert {name: total[name] for name in total if "rollouts" in name or "dropped" in name} == {
+        "rollouts read": 20,
+        "rollouts used": 17,
+        "rollouts dropped: reward too low": 2,
+        "rollouts dropped: failed": 1,
+        "sequences dropped: too long": 1,
+    }
+    assert len(train_rows) + len(dev_rows) == total["sequences"] == 16
+    labels = [label for rows in (train_rows, dev_rows) for row in rows for label in row["labels"] if label >= 0]
+    assert len(labels) == total["trained tokens"]
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"1 sequences have more than `max_length` = 1500 tokens and are left out\. Raise it to \d+", printed
+    )
+    assert re.search(rf"eval_loss at the end: \d+\.\d{{4}} over {len(dev_rows)} sequences", printed)
 
 
 def test_sft_goes_on_with_an_adapter(collected, folder, model_folder, tokenizer, monkeypatch, tmp_path):
@@ -321,7 +328,7 @@ def test_sft_ends_turns_as_training_does(folder, tokenizer, monkeypatch, tmp_pat
     monkeypatch.setattr(sft, "sft_rows", lambda *args: fed.append(real(*args)) or fed[-1])
     given = sft_arguments(tmp_path / "rollouts.jsonl", str(tmp_path / "model"), tmp_path / "out")
     run_here(sft, folder, monkeypatch, *given, "--max_length", "2048")
-    (row,) = fed[0]
+    (row,) = fed[0][0]
     trained = [label for label in row["labels"] if label >= 0]
     end = tokenizer.convert_tokens_to_ids(EOS)
     assert trained[-1] == end and trained.count(end) == 2
@@ -340,8 +347,13 @@ def save_with_eos(tokenizer, output: Path, eos: str) -> str:
 @pytest.mark.parametrize(
     "name, content, error, message",
     [
-        ("short", None, ValueError, r"`max_length` is 100, but the longest sequence has \d+ tokens"),
-        ("short evaluation", None, ValueError, r"`max_length` is 2048, but the longest sequence has \d+ tokens"),
+        (
+            "short",
+            None,
+            ValueError,
+            r"nothing left to train on: .* 3 sequences dropped: too long.*`max_length` is 100",
+        ),
+        ("short evaluation", None, ValueError, "nothing left to evaluate on: .* 1 sequences dropped: too long"),
         ("missing", None, FileNotFoundError, "nowhere.jsonl"),
         ("empty", "\n", ValueError, "There are no rollouts in '.*given.jsonl'"),
         ("bad line", '{"question": "q"}\n', ValueError, "Line 1 of '.*given.jsonl' is not a rollout"),
@@ -359,6 +371,9 @@ def save_with_eos(tokenizer, output: Path, eos: str) -> str:
             ValueError,
             "made for another protocol",
         ),
+        ("both", None, ValueError, "Give one of `eval_rollouts` and `dev_fraction`"),
+        ("all dev", None, ValueError, "dev_fraction=0.9 leaves none of the 3 questions"),
+        ("no fraction", None, ValueError, "got dev_fraction=1.5"),
     ],
 )
 def test_wrong_input_of_sft(
@@ -375,6 +390,10 @@ def test_wrong_input_of_sft(
         long = {"question": "q", "turns": [{"completion": "<think>" + "x" * 3000 + "</think><answer>a</answer>"}]}
         write_lines(tmp_path / "long.jsonl", [long])
         more = ["--eval_rollouts", str(tmp_path / "long.jsonl"), "--eval_strategy", "steps"]
+    elif name == "both":
+        more = ["--eval_rollouts", str(collected), "--dev_fraction", "0.5"]
+    elif name in ("all dev", "no fraction"):
+        more = ["--dev_fraction", "0.9" if name == "all dev" else "1.5"]
     max_length = "100" if name == "short" else "2048"
     given = sft_arguments(path, model_folder, tmp_path / "out", "--max_length", max_length, *more)
     with pytest.raises(error, match=message):
@@ -449,7 +468,11 @@ def test_evaluate_part_and_context(folder, model_folder, tmp_path):
     [
         (["--dataset_name", "nowhere.jsonl"], FileNotFoundError, "no question file 'nowhere.jsonl'"),
         (["--corpus_path", "nowhere.jsonl"], FileNotFoundError, "nowhere.jsonl"),
-        (["--index_path", "index"], ValueError, "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`"),
+        (
+            ["--index_path", "index"],
+            ValueError,
+            "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`",
+        ),
         (["--max_completion_length", "9000"], ValueError, "`max_completion_length` is 9000, but the model takes 8192"),
     ],
 )

@@ -2,7 +2,10 @@
 
 import json
 import os
+import random
 import re
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from datasets import Dataset
@@ -10,9 +13,12 @@ from datasets import Dataset
 from ..generation import Generation, ReplayGenerator, run_in_event_loop
 from ..protocol import Protocol
 from ..retrieval.tool import SearchTool
+from ..rewards import score_answer
 from ..rollout import Rollout, play
+from ..runner import FAILED
 from ..sequences import build_sequences
 from ..tools import ToolResult
+from .objectives import normalize_golden_answers
 
 
 IGNORE_INDEX = -100
@@ -25,7 +31,7 @@ def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
     Args:
         path (`str` or `PathLike`):
             File with one rollout per line. Needed are `question` and `turns`, each with `completion` and, but for the
-            last, `response`.
+            last, `response`. A rollout that failed has no turns.
 
     Returns:
         `Iterator[dict]`
@@ -39,7 +45,9 @@ def read_rollouts(path: str | os.PathLike) -> Iterator[dict]:
                 continue
             try:
                 record = json.loads(line)
-                has_turns = isinstance(record["question"], str) and bool(record["turns"])
+                has_turns = isinstance(record["question"], str) and (
+                    bool(record["turns"]) or record.get("outcome") == FAILED
+                )
                 texts = [turn["completion"] for turn in record["turns"]]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"Line {number} of {str(path)!r} is not a rollout ({error!r}).") from None
@@ -110,7 +118,86 @@ def replay(record: dict, protocol: Protocol) -> Rollout:
     return rollout
 
 
-def sft_rows(records: Iterable[dict], protocol: Protocol) -> Dataset:
+def record_reward(record: dict) -> float | None:
+    """
+    Reward of a recorded rollout: the one that is recorded, else exact match (mean over the objectives) if every turn is
+    well formed, as [`~mempo_trl.rewards.exact_match_reward`]. `None` without golden answers.
+    """
+    if record.get("reward") is not None:
+        return record["reward"]
+    if not record.get("golden_answers"):
+        return None
+    golden_answers = normalize_golden_answers(record["golden_answers"])
+    return statistics.fmean(score_answer(record["answer"], golden_answers)) * record["well_formed"]
+
+
+def drop_reason(
+    record: dict, min_reward: float | None = None, require_format: bool = False, max_tokens: int | None = None
+) -> str | None:
+    """
+    Why a rollout is not used for the cold start.
+
+    Args:
+        record (`dict`):
+            Record of [`~mempo_trl.runner.play_questions`].
+        min_reward (`float`, *optional*):
+            Lowest [`record_reward`]. A rollout that has none is dropped.
+        require_format (`bool`, *optional*, defaults to `False`):
+            Whether every turn has to be well formed.
+        max_tokens (`int`, *optional*):
+            Most tokens of a turn's prompt and completion, which is the length of the longest training sequence.
+
+    Returns:
+        `str` or `None`: A few words, or `None` if it is used.
+    """
+    if record["outcome"] == FAILED:
+        return "failed"
+    if require_format and not record["well_formed"]:
+        return "not well formed"
+    if min_reward is not None:
+        reward = record_reward(record)
+        if reward is None or reward < min_reward:
+            return "reward too low"
+    if max_tokens is not None and record["tokens_peak"] > max_tokens:
+        return "too long"
+    return None
+
+
+def split_by_question(records: list[dict], dev_fraction: float, seed: int = 0) -> tuple[list[dict], list[dict]]:
+    """
+    Set rollouts of some questions apart for the evaluation loss.
+
+    Args:
+        records (`list[dict]`):
+            Rollouts of [`read_rollouts`].
+        dev_fraction (`float`):
+            Fraction of the questions, rounded, but at least one.
+        seed (`int`, *optional*, defaults to `0`):
+            Which ones.
+
+    Returns:
+        `tuple[list[dict], list[dict]]`: Rollouts to train on and the others; no question is in both.
+
+    Raises:
+        ValueError: If the fraction is not between 0 and 1, or leaves no question to train on.
+    """
+    if not 0 < dev_fraction < 1:
+        raise ValueError(f"got dev_fraction={dev_fraction}, expected a fraction between 0 and 1, such as 0.05.")
+    questions = list(dict.fromkeys(record["question"] for record in records))
+    random.Random(seed).shuffle(questions)
+    dev = set(questions[: max(1, round(dev_fraction * len(questions)))])
+    if len(dev) >= len(questions):
+        raise ValueError(
+            f"dev_fraction={dev_fraction} leaves none of the {len(questions)} questions to train on; lower it, or give "
+            "more rollouts."
+        )
+    train = [record for record in records if record["question"] not in dev]
+    return train, [record for record in records if record["question"] in dev]
+
+
+def sft_rows(
+    records: Iterable[dict], protocol: Protocol, min_reward: float | None = None, max_length: int | None = None
+) -> tuple[Dataset, Counter]:
     """
     SFT rows of recorded rollouts: one per training sequence, the same ids and masks that [`MemPOTrainer`] would train.
 
@@ -119,24 +206,44 @@ def sft_rows(records: Iterable[dict], protocol: Protocol) -> Dataset:
             Rollouts of [`read_rollouts`].
         protocol ([`~mempo_trl.protocol.Protocol`]):
             Prompts and parsing as in training.
+        min_reward (`float`, *optional*):
+            Lowest [`record_reward`] of a rollout that is used.
+        max_length (`int`, *optional*):
+            Tokens above which a sequence is dropped: cut, it would lose its end, the turn itself.
 
     Returns:
-        [`~datasets.Dataset`]: `input_ids`, and `labels` that are -100 where a token is not trained.
+        `tuple[Dataset, Counter]`: [`~datasets.Dataset`] with `input_ids`, and `labels` that are -100 where a token is
+        not trained; and what was counted, in words.
     """
-    rows = []
-    for index, record in enumerate(records):
-        for sequence in build_sequences(replay(record, protocol), index):
+    rows, counts = [], Counter()
+    for record in records:
+        counts["rollouts read"] += 1
+        if record.get("outcome") != FAILED:
+            rollout = replay(record, protocol)
+            # A rollout that was written by hand may lack these.
+            played = {"outcome": rollout.outcome, "answer": rollout.answer, "well_formed": rollout.well_formed}
+            record = record | played
+        if (reason := drop_reason(record, min_reward)) is not None:
+            counts[f"rollouts dropped: {reason}"] += 1
+            continue
+        counts["rollouts used"] += 1
+        counts["rollouts whose last turn was cut"] += rollout.outcome == "truncated"
+        for sequence in build_sequences(rollout, counts["rollouts used"] - 1):
+            input_ids = sequence.prompt_ids + sequence.completion_ids
+            counts["longest sequence in tokens"] = max(counts["longest sequence in tokens"], len(input_ids))
+            if max_length is not None and len(input_ids) > max_length:
+                counts["sequences dropped: too long"] += 1
+                continue
             labels = [
                 token_id if trained else IGNORE_INDEX
                 for token_id, trained in zip(sequence.completion_ids, sequence.loss_mask, strict=True)
             ]
-            rows.append(
-                {
-                    "input_ids": sequence.prompt_ids + sequence.completion_ids,
-                    "labels": [IGNORE_INDEX] * len(sequence.prompt_ids) + labels,
-                }
-            )
-    return Dataset.from_list(rows)
+            counts["sequences"] += 1
+            counts["tokens"] += len(input_ids)
+            counts["trained tokens"] += sequence.num_trained
+            rows.append({"input_ids": input_ids, "labels": [IGNORE_INDEX] * len(sequence.prompt_ids) + labels})
+        counts["turns"] += len(rollout.turns)
+    return Dataset.from_list(rows), counts
 
 
 def scripted_rollout(row: dict, search: SearchTool) -> dict | None:
