@@ -70,6 +70,18 @@ def test_stopped_run_goes_on(tokenizer, tmp_path, batch):
     assert ask(ScriptedEngine(tokenizer, fail_in_batch=0), path) == ANSWERS
 
 
+def test_each_batch_is_on_disk_before_the_next(tokenizer, tmp_path):
+    """A run that is killed loses no batch but the one that it was at."""
+    path, on_disk, engine = tmp_path / "x.jsonl", [], ScriptedEngine(tokenizer)
+
+    def watched(prompts):
+        on_disk.append(path.read_bytes().count(b"\n"))
+        return engine(prompts)
+
+    answer_without_search(QUESTIONS, watched, tokenizer, "model", path, batch_size=2)
+    assert on_disk == [0, 2, 4]
+
+
 def test_line_that_was_cut_off(tokenizer, tmp_path):
     """Wherever in the file the writing was cut off, the run goes on, and the file ends as without the cut."""
     whole = tmp_path / "whole.jsonl"

@@ -57,6 +57,16 @@ QUESTION = "What is the pet of Anna?"
             "Who is Anna?; Question: what?",
             [["a baker"], ["cat", "a cat"]],
         ),
+        (  # columns that only belong to the first of several questions
+            {
+                "prompt": MEM1_PROMPT,
+                "question": "Who is Anna?",
+                "golden_answers": ["a baker"],
+                "reward_model": {"ground_truth": {"target": [["a baker"], ["cat"]]}},
+            },
+            "Who is Anna?; Question: what?",
+            [["a baker"], ["cat"]],
+        ),
         # MemSearcher
         ({"question": QUESTION, "reward_model": {"ground_truth": ["cat"]}}, QUESTION, [["cat"]]),
         ({"prompt": SEARCH_R1_PROMPT, "answer": "cat"}, QUESTION, [["cat"]]),
