@@ -16,7 +16,7 @@ PLAIN = {
     "evaluate": "Exact match, F1 and token cost of an agent over questions.",
     "compare": "Differences between evaluations of the same questions, with intervals and tests.",
     "data": "Read questions of any known data set, clean and compose them.",
-    "collect": "Write cold-start rollouts from the gold passages of questions.",
+    "collect": "Cold-start rollouts from a teacher, from the model itself, or from gold passages.",
     "index": "Build a BM25, dense or hybrid index of a corpus.",
     "serve": "A search server over a corpus or an index.",
     "view": "One HTML page of the rollouts of a training or an evaluation.",

@@ -342,6 +342,9 @@ class ChatGenerator(EndpointGenerator):
             The student's.
         api_key_env (`str`, *optional*):
             Environment variable that holds the API key. Defaults to `OPENAI_API_KEY`, if that is set.
+        stop_at_action (`bool`, *optional*, defaults to `False`):
+            End a turn at `</tool_call>` or `</answer>` with stop sequences, for a teacher that would go on and invent
+            the tool response. Endpoints leave the stop sequence out; it is put back.
         kwargs:
             As in [`EndpointGenerator`].
     """
@@ -349,21 +352,38 @@ class ChatGenerator(EndpointGenerator):
     path = "chat/completions"
 
     def __init__(
-        self, urls: str | list[str], model: str, *, protocol: Protocol, api_key_env: str | None = None, **kwargs
+        self,
+        urls: str | list[str],
+        model: str,
+        *,
+        protocol: Protocol,
+        api_key_env: str | None = None,
+        stop_at_action: bool = False,
+        **kwargs,
     ):
         if api_key_env is None and os.environ.get("OPENAI_API_KEY"):
             api_key_env = "OPENAI_API_KEY"
         super().__init__(urls, model, api_key_env=api_key_env, **kwargs)
         self.protocol = protocol
+        self.stop_at_action = stop_at_action
         # A special token in a teacher's text is text; in the student's ids it would be that token.
         self._special = re.compile("|".join(map(re.escape, protocol.tokenizer.all_special_tokens)))
 
     async def generate(self, prompt_ids: list[int], rollout: Rollout | None = None) -> Generation:
-        choice = await self._request({"messages": self.messages(rollout), "max_tokens": self.max_completion_length})
+        choice = await self._request(
+            {
+                "messages": self.messages(rollout),
+                "max_tokens": self.max_completion_length,
+                "stop": ["</tool_call>", "</answer>"] if self.stop_at_action else None,
+            }
+        )
         text = (choice.get("message") or {}).get("content") or ""
         if not isinstance(text, str):
             server = _shown(_playing.get().url)
             raise GenerationError(f"{server} returned the content {self._hide(repr(text))}; expected a text.")
+        if self.stop_at_action and choice["finish_reason"] == "stop":
+            opened = [tag for tag in ("tool_call", "answer") if text.count(f"<{tag}>") > text.count(f"</{tag}>")]
+            text += "".join(f"</{tag}>" for tag in opened[:1])
         text = self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
         text = text.encode(errors="replace").decode()  # half of a surrogate pair is no text for a tokenizer
         ids = self.protocol.encode(text)

@@ -502,6 +502,26 @@ def test_special_tokens_are_text():
     assert rollout.outcome == "answer"
 
 
+def test_stop_at_action():
+    """
+    With stop sequences a turn ends at its action; the tag that endpoints leave out is put back, one that is there isn't
+    doubled, and a cut turn stays cut.
+    """
+    searched = "<think>First.</think>" + call("Anna")
+    replies = [
+        chat(searched.removesuffix("</tool_call>")),
+        chat("<mem>m</mem>" + call("cat")),
+        chat(SCRIPT[2].removesuffix("</answer>")),
+    ]
+    rollout, requests, _ = teach(protocol(), replies, stop_at_action=True)
+    assert [turn.text for turn in rollout.turns] == [searched, "<mem>m</mem>" + call("cat"), SCRIPT[2]]
+    assert [request.body["stop"] for request in requests] == [["</tool_call>", "</answer>"]] * 3
+    rollout, _, _ = teach(protocol(), [chat("<answer>ca", "length")], stop_at_action=True)
+    assert (rollout.outcome, rollout.turns[0].text) == ("truncated", "<answer>ca")
+    rollout, requests, _ = teach(protocol(), [chat("<answer>ca")])
+    assert rollout.turns[0].text == "<answer>ca" and "stop" not in requests[0].body
+
+
 def test_content_that_is_no_text():
     """Content in parts is refused by name."""
     with pytest.raises(GenerationError, match=r"returned the content \[\{'type'"):

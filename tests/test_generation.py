@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import threading
 
 import pytest
@@ -360,3 +361,56 @@ def test_run_in_event_loop_that_runs():
     assert asyncio.run(notebook(7)) == 7
     with pytest.raises(KeyError, match="broken"):
         asyncio.run(notebook(KeyError("broken")))
+
+
+class Echo(Generator):
+    """Gives the first id of each prompt, at once."""
+
+    async def generate(self, prompt_ids, rollout=None):
+        await asyncio.sleep(0)
+        return Generation(prompt_ids[:1])
+
+
+def test_run_without_a_barrier():
+    """By default all rollouts are played at once, each at its own pace, and results keep their order."""
+    now, order = 0, []
+
+    async def all_there(number, turn):
+        nonlocal now
+        now += turn == 0
+        while now < 3:
+            await asyncio.sleep(0)
+        order.append(number)
+
+    generator = Echo()
+    results = play_all(generator, [rollout(generator, n, 4 - n, all_there) for n in (1, 2, 3)])
+    assert results == [[1, 1, 1], [2, 2], [3]]
+    assert order.index(3) < len(order) - 1 - order[::-1].index(1)
+    assert play_all(generator, []) == []
+
+
+def test_run_stops_at_an_error():
+    """The first error rises, rollouts that wait are cancelled, and those that have not begun never begin."""
+    ended = []
+
+    async def waiting():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("waiting")
+
+    async def broken():
+        raise KeyError("broken")
+
+    generator = Echo()
+    generator.max_concurrency = 2
+    last = rollout(generator, 1, 1)
+    with pytest.raises(KeyError, match="broken"):
+        play_all(generator, [waiting(), broken(), last])
+    assert ended == ["waiting"]
+    assert inspect.getcoroutinestate(last) == inspect.CORO_CLOSED
+
+
+def test_checks_nothing_by_default():
+    """A generator without a server has nothing to check and no usage to tell."""
+    assert asyncio.run(Echo().check()) is None and Echo().usage() is None

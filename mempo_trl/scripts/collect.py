@@ -67,6 +67,8 @@ class CollectArguments:
             Name of the model there.
         teacher_api (`str`, *optional*, defaults to `"chat"`):
             `"chat"` for any model; `"completions"` for a model behind vLLM that has the student's tokenizer.
+        teacher_stop (`bool`, *optional*, defaults to `False`):
+            With `"chat"`: end turns at `</tool_call>` and `</answer>` with stop sequences.
         teacher_extra_body (`str`, *optional*):
             Further fields of each request as a JSON object, such as `'{"reasoning_effort": "low"}'`. `null` leaves a
             field out.
@@ -133,6 +135,10 @@ class CollectArguments:
             "help": "'chat' for any model; 'completions' for a model behind vLLM that has the student's tokenizer.",
             "choices": ["chat", "completions"],
         },
+    )
+    teacher_stop: bool = field(
+        default=False,
+        metadata={"help": "With 'chat': end turns at </tool_call> and </answer> with stop sequences."},
     )
     teacher_extra_body: str | None = field(
         default=None, metadata={"help": "Further fields of each request as a JSON object; null leaves a field out."}
@@ -225,6 +231,7 @@ def main(args: CollectArguments, model_args: ModelConfig, retrieval_args: Retrie
     settings = {
         "teacher": args.teacher_model or model_args.model_name_or_path,
         "teacher_api": None if model is not None else args.teacher_api,
+        "teacher_stop": args.teacher_stop,
         "teacher_extra_body": args.teacher_extra_body,
         "weights": None if model is None else weights_stamp(model_args.model_name_or_path),
         "tokenizer_hash": tokenizer_hash(tokenizer),
@@ -261,7 +268,7 @@ def play_rollouts(
         shared |= {"api_key_env": args.api_key_env, "extra_body": _json_object(args.teacher_extra_body)}
         given = (args.teacher_url, args.teacher_model)
         if args.teacher_api == "chat":
-            generator = ChatGenerator(*given, protocol=protocol, **shared)
+            generator = ChatGenerator(*given, protocol=protocol, stop_at_action=args.teacher_stop, **shared)
         else:
             generator = CompletionsGenerator(*given, eos_token_ids=protocol.eos_token_ids, seed=args.seed, **shared)
 
