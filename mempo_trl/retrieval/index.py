@@ -237,8 +237,12 @@ def _encode(
         building / f"embeddings-{start:010}.npy": min(shard_size, len(documents) - start)
         for start in range(0, len(documents), shard_size)
     }
-    _discard_other_shards(building, next(iter(sizes)), shards_of, encoder, documents[0])
-    done = {path for path, size in sizes.items() if _is_shard(path, size)}
+    first = _read_shard(*next(iter(sizes.items())))
+    _discard_other_shards(building, shards_of, encoder, documents[0], None if first is None else first[0])
+    done = {path for path, size in sizes.items() if _read_shard(path, size) is not None}
+    for path in sizes:
+        if path not in done and path.exists():
+            logger.warning("%s is damaged: its passages are encoded again.", path)
     if done:
         logger.info("%d of %d shards of vectors are there.", len(done), len(sizes))
     bar = tqdm(
@@ -262,18 +266,18 @@ def _encode(
 
 
 def _discard_other_shards(
-    building: Path, first: Path, shards_of: dict, encoder: "Encoder", document: Document
+    building: Path, shards_of: dict, encoder: "Encoder", document: Document, stored: np.ndarray | None
 ) -> None:
-    """Leaves shards only if they are of this corpus, these settings and this encoder."""
+    """Leaves shards only if they are of this corpus, these settings and this encoder, by the first passage's vector."""
     from .dense import SAME_VECTOR
 
     note, changed = building / _SHARDS_OF, None
     if note.is_file():
         if json.loads(note.read_text(encoding="utf-8")) != shards_of:
             changed = "corpus or settings"
-        elif first.is_file():
+        elif stored is not None:
             # The folder of a model stays the same when the model in it is trained further.
-            vector, stored = encoder.encode_passages([document])[0], np.load(first, mmap_mode="r")[0]
+            vector = encoder.encode_passages([document])[0]
             if vector.shape != stored.shape or not vector @ stored > SAME_VECTOR:
                 changed = "encoder"
         if changed is None:
@@ -286,17 +290,13 @@ def _discard_other_shards(
     _write_whole(note, lambda file: file.write(json.dumps(shards_of).encode()))
 
 
-def _is_shard(path: Path, size: int) -> bool:
-    if not path.exists():
-        return False
+def _read_shard(path: Path, size: int) -> np.ndarray | None:
+    """Vectors of so many passages, memory-mapped; `None` if the file is missing, cut off or something else."""
     try:
         shard = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError):  # cut off, or empty
-        shard = None
-    if shard is None or shard.ndim != 2 or len(shard) != size or shard.dtype != np.float16:
-        logger.warning("%s is damaged: its passages are encoded again.", path)
-        return False
-    return True
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    return shard if shard.ndim == 2 and len(shard) == size and shard.dtype == np.float16 else None
 
 
 def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
