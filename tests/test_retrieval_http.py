@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -405,6 +406,21 @@ def test_missing_variable():
     """A placeholder without its variable is named."""
     with pytest.raises(ValueError, match="environment variable NO_SUCH_VARIABLE, which is not set"):
         HTTPRetriever("http://me:${NO_SUCH_VARIABLE}@localhost:1")
+
+
+def test_fork(connect):
+    """A process that was forked off says that the retriever is not its own, instead of waiting for ever."""
+    with SearchServer("search-r1") as server:
+        retriever = connect(server)
+        child = os.fork()
+        if child == 0:
+            try:
+                retriever.search(["a"], 2)
+            except RuntimeError as error:
+                os._exit(7 if "fork" in str(error) else 1)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert retriever.search(["a"], 2) == [expected("a")]
 
 
 def test_closed_retriever(connect):

@@ -1,6 +1,8 @@
 import copy
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 from stub_search_servers import WebServer
@@ -234,6 +236,21 @@ def test_broken_template(tmp_path, content, message):
     (tmp_path / "engine.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         WebRetriever(tmp_path / "engine.json")
+
+
+def test_template_in_the_docs(connect, monkeypatch):
+    """The example in docs/retrieval.md is a template that works, and finds nothing where the engine says so."""
+    docs = Path(__file__).parents[1] / "docs" / "retrieval.md"
+    blocks = re.findall(r"```json\n(.*?)```", docs.read_text(encoding="utf-8"), re.DOTALL)
+    [template] = [json.loads(block) for block in blocks if "{query}" in block]
+    monkeypatch.setenv("BRAVE_API_KEY", KEY)
+    answer = {"query": {"original": "a"}, "web": {"results": [{"title": "T", "description": "x", "url": "u"}]}}
+    with WebServer((200, answer), (200, {"query": {"original": "a"}}), (200, {"type": "error"})) as server:
+        retriever = connect(server, {**template, "url": "http://localhost:1/search"}, retries=0)
+        assert retriever.search(["a"], 2) == [[Document("u", "T", "x")]]
+        assert retriever.search(["a"], 2) == [[]]
+        with pytest.raises(ToolError, match="there are no results at"):
+            retriever.search(["a"], 2)
 
 
 def test_unknown_engine():

@@ -127,9 +127,20 @@ class HTTPRetriever:
     async def _find_dialect(self, given: str) -> str:
         if given == "auto":
             return await self._client.retry(self._probe_all, self.url)
+        failures = []
+
+        async def probe() -> str:
+            try:
+                return await self._probe(given)
+            except Failure as failure:
+                failures.append(failure)
+                raise
+
         try:
-            await self._client.retry(partial(self._probe, given), self.url)
+            return await self._client.retry(probe, self.url)
         except ToolError as error:
+            if not (failures and failures[-1].answered):
+                raise
             try:
                 spoken = await self._probe_all()
             except Failure:
@@ -137,7 +148,6 @@ class HTTPRetriever:
             raise ValueError(
                 f"the server at {self.url} speaks the dialect {spoken!r}, not {given!r}; set search_dialect={spoken}."
             ) from None
-        return given
 
     async def _probe(self, dialect: str) -> str:
         route, body, read = _request(dialect, [PROBE], 1)

@@ -244,7 +244,8 @@ class JSONClient:
                 failure = Failure(f"no complete answer within {self._timeout:g} s", answered=False)
             except httpx.HTTPError as error:
                 failure = Failure(self._clean(f"{type(error).__name__}: {error}"), answered=False)
-            self.counters["seconds"] += time.perf_counter() - start
+            finally:
+                self.counters["seconds"] += time.perf_counter() - start
         if failure is not None:
             raise failure
         status = response.status_code
