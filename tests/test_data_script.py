@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from conftest import REPOSITORY, SHARED_DATA
 
 from mempo_trl import cli, load_questions
 from mempo_trl.data.objectives import question_key
+from mempo_trl.scripts.data import make_parser
 
 
 needs_shared_data = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="needs the questions in ../shared/data")
@@ -76,6 +79,22 @@ def test_real_held_out_questions(data):
     assert "source read held out left over used" in printed and "musique 278 37 141 100" in printed
     with pytest.raises(ValueError, match="0 questions with 1 objectives were asked for, but 0 can be made"):
         data(dataset_name=train, exclude=f"{dev},{train}")
+
+
+def documented_commands() -> list[list[str]]:
+    """The arguments of every `mempo data` command in docs/data.md."""
+    page = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).replace("\\\n", " ").replace("$k", "4")
+    commands = [shlex.split(line)[2:] for line in blocks.splitlines() if line.strip().startswith("mempo data ")]
+    assert len(commands) > 10
+    return commands
+
+
+@pytest.mark.parametrize("arguments", documented_commands(), ids=lambda arguments: arguments[-1])
+def test_documented_commands(arguments):
+    """Every documented command is understood."""
+    (args,) = make_parser().parse_args_and_config(arguments, fail_with_unknown_args=True)
+    assert args.output_file.endswith(".jsonl")
 
 
 def test_several_files(data, tmp_path):

@@ -81,7 +81,7 @@ def _decode(value: Any) -> Any:
     except ValueError:
         try:
             decoded = _parse_literal(text)
-        except (SyntaxError, ValueError, TypeError, tokenize.TokenError):
+        except (SyntaxError, ValueError, TypeError, RecursionError, tokenize.TokenError):
             if "'" in text or '"' in text:
                 raise BadRow(
                     "list that can't be read", f"{value!r} looks like a list, but can't be read; write it as JSON."
