@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .batching import batch_by_length
 from .scoring import RowScorer, ScoringRequest
 
 
@@ -29,9 +30,6 @@ GROUP_TOKENS = 512
 
 MAX_LOGIT_POSITIONS = 1024
 """Positions that go through the LM head in one forward: 0.3 GB of bf16 logits for a vocabulary of 150,000."""
-
-SMALL_BATCH_TOKENS = 2048
-"""Up to here a batch of trunks is filled whatever the padding: a device is not busy with less."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,7 @@ def make_teeth(request: ScoringRequest, index: int) -> list[Tooth]:
 
 def plan(requests: list[ScoringRequest], max_tokens: int) -> list[Batch]:
     """
-    Batches of all requests that ask for something.
-
-    Trunks of similar length share a batch: it holds at most `max_tokens` tokens, padding included (a longer trunk is
-    alone), and at most a tenth of padding where it is not small.
+    Batches of all requests that ask for something; trunks of like length share one ([`batch_by_length`]).
 
     Args:
         requests (`list[ScoringRequest]`):
@@ -130,20 +125,8 @@ def plan(requests: list[ScoringRequest], max_tokens: int) -> list[Batch]:
         if request.contexts and request.positions:
             teeth = make_teeth(request, index)
             rows.append((request.trunk[: teeth[0].visible], teeth))
-    rows.sort(key=lambda row: len(row[0]), reverse=True)
-    batches: list[list[tuple[list[int], list[Tooth]]]] = []
-    tokens = 0
-    for row in rows:
-        if batches:
-            area = max(1, len(batches[-1][0][0])) * (len(batches[-1]) + 1)
-            dense = area <= max(SMALL_BATCH_TOKENS, 1.1 * (tokens + len(row[0])))
-            if area <= max_tokens and dense:
-                batches[-1].append(row)
-                tokens += len(row[0])
-                continue
-        batches.append([row])
-        tokens = len(row[0])
-    return [_make_batch(batch, max_tokens) for batch in batches]
+    batches = batch_by_length([len(trunk) for trunk, _ in rows], max_tokens)
+    return [_make_batch([rows[row] for row in batch], max_tokens) for batch in batches]
 
 
 def _make_batch(rows: list[tuple[list[int], list[Tooth]]], max_tokens: int) -> Batch:

@@ -106,6 +106,12 @@ class MemPOConfig(GRPOConfig):
         memory_scoring_max_tokens (`int`, *optional*, defaults to `16384`):
             Tokens per forward pass of the memory scoring.
 
+        > Parameters that control the training
+
+        max_tokens_per_microbatch (`int`, *optional*, defaults to `16384`):
+            Tokens per forward pass of the loss, the old policy and the reference. Sequences of like length share one,
+            padding included; the loss and its gradients are those of the whole micro-batch.
+
         > Parameters that control the logging
 
         log_rollouts (`bool`, *optional*, defaults to `True`):
@@ -235,6 +241,12 @@ class MemPOConfig(GRPOConfig):
         default=16384, metadata={"help": "Tokens per forward pass of the memory scoring."}
     )
 
+    # Parameters that control the training
+    max_tokens_per_microbatch: int = field(
+        default=16384,
+        metadata={"help": "Tokens per forward pass of the loss, the old policy and the reference."},
+    )
+
     # Parameters that control the logging
     log_rollouts: bool = field(
         default=True, metadata={"help": "Whether to write every rollout as a JSON line under output_dir/rollouts."}
@@ -268,7 +280,13 @@ class MemPOConfig(GRPOConfig):
         _choose("memory_answer", self.memory_answer, ("joint", "objectives"))
         _choose("memory_credit", self.memory_credit, ("all", "successful"))
         _choose("memory_scoring", self.memory_scoring, ("auto", "comb", "rows"))
-        for name in ("max_turns", "memory_scoring_max_tokens", "max_tool_response_length", "max_prompt_length"):
+        for name in (
+            "max_turns",
+            "memory_scoring_max_tokens",
+            "max_tokens_per_microbatch",
+            "max_tool_response_length",
+            "max_prompt_length",
+        ):
             value = self.__dict__[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")

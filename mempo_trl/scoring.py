@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .batching import batch_by_length
+
 
 @dataclass(frozen=True)
 class ScoringRequest:
@@ -75,18 +77,12 @@ class RowScorer:
             `list[torch.Tensor]`: Per request, log-probabilities in float32 on the CPU.
             # (contexts, positions)
         """
-        rows = [  # (length, request, context)
-            (cut + len(infix) + len(request.continuation), i, j)
-            for i, request in enumerate(requests)
-            for j, (cut, infix) in enumerate(request.contexts)
+        rows = [(i, j) for i, request in enumerate(requests) for j in range(len(request.contexts))]
+        lengths = [
+            requests[i].contexts[j][0] + len(requests[i].contexts[j][1]) + len(requests[i].continuation)
+            for i, j in rows
         ]
-        rows.sort(key=lambda row: row[0], reverse=True)
-        batches: list[list[tuple[int, int, int]]] = []
-        for row in rows:
-            if batches and batches[-1][0][0] * (len(batches[-1]) + 1) <= self.max_tokens:
-                batches[-1].append(row)
-            else:
-                batches.append([row])
+        batches = batch_by_length(lengths, self.max_tokens)
 
         results = [torch.empty(len(request.contexts), len(request.positions)) for request in requests]
         training = self.model.training
@@ -94,7 +90,7 @@ class RowScorer:
         try:
             for k in range(self.reduce_max([len(batches)])[0]):
                 if k < len(batches):
-                    self._score_batch(requests, batches[k], results)
+                    self._score_batch(requests, [rows[row] for row in batches[k]], results)
                 else:  # sharded weights are gathered in the forward: a process that is done must keep step
                     self._forward([[self.pad_token_id]], 1)
         finally:
@@ -102,16 +98,16 @@ class RowScorer:
         return results
 
     def _score_batch(
-        self, requests: list[ScoringRequest], batch: list[tuple[int, int, int]], results: list[torch.Tensor]
+        self, requests: list[ScoringRequest], batch: list[tuple[int, int]], results: list[torch.Tensor]
     ) -> None:
         ids = []
-        for _, i, j in batch:
+        for i, j in batch:
             cut, infix = requests[i].contexts[j]
             ids.append(requests[i].trunk[:cut] + infix + requests[i].continuation)
         # Rows end together, so the last positions hold every wanted token; the token at p is predicted at p - 1.
-        keep = max(len(requests[i].continuation) - min(requests[i].positions, default=0) for _, i, _ in batch) + 1
+        keep = max(len(requests[i].continuation) - min(requests[i].positions, default=0) for i, _ in batch) + 1
         logits = self._forward(ids, keep)  # (B, keep, V)
-        for row, (_, i, j) in enumerate(batch):
+        for row, (i, j) in enumerate(batch):
             request = requests[i]
             at = [keep - 1 - len(request.continuation) + p for p in request.positions]
             targets = torch.tensor([request.continuation[p] for p in request.positions], device=logits.device)

@@ -18,6 +18,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .advantages import standardize_memory_rewards, token_advantages
 from .alarms import AlarmCallback
+from .batching import batch_by_length, split_to_count
 from .comb import choose_scorer
 from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
@@ -393,10 +394,48 @@ class MemPOTrainer(GRPOTrainer):
         total, count = totals.view(-1, 2).sum(dim=0).tolist()
         self._metrics[mode]["memory/advantage_abs_mean"].append(total / count if count else torch.nan)
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._policy_logps = outputs[0]
-        return outputs
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        # All forwards of the loss, of the old policy and of the reference come by here, as one padded block. Rows of
+        # like length share a forward instead, without the block's padding; the loss sees the block again.
+        lengths = attention_mask.sum(dim=1).tolist()  # (B,)
+        batches = batch_by_length(lengths, self.args.max_tokens_per_microbatch)
+        forwarded = sum(lengths[rows[0]] * len(rows) for rows in batches)
+        counts = torch.tensor([len(batches), sum(lengths), forwarded], device=self.accelerator.device)
+        counts = self.accelerator.gather(counts.unsqueeze(0))  # (processes, 3)
+        batches = split_to_count(batches, lengths, counts[:, 0].max().item())
+        _, tokens, forwarded = counts.sum(dim=0).tolist()
+        self._metrics["train" if self.model.training else "eval"]["sequences/padding_frac"].append(
+            1 - tokens / forwarded
+        )
+        completion_lengths = attention_mask[:, -logits_to_keep:].sum(dim=1).tolist()  # (B,)
+        ends = [input_ids.size(1) - logits_to_keep + length for length in completion_lengths]
+        per_row: list = [None] * len(lengths)
+        aux_losses = []
+        for rows in batches:
+            width, keep = lengths[rows[0]], max(completion_lengths[row] for row in rows)
+            # A row's tokens lie together, prompt and completion: here they end together.
+            ids = input_ids.new_full((len(rows), width), self._tokenizer.pad_token_id)
+            mask = torch.zeros_like(ids)
+            for i, row in enumerate(rows):
+                ids[i, width - lengths[row] :] = input_ids[row, ends[row] - lengths[row] : ends[row]]
+                mask[i, width - lengths[row] :] = 1
+            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, ids, mask, keep, **kwargs)
+            aux_losses.append(aux_loss)
+            for i, row in enumerate(rows):
+                start = keep - completion_lengths[row]
+                padding = (0, logits_to_keep - completion_lengths[row])
+                per_row[row] = [
+                    None if values is None else torch.nn.functional.pad(values[i, start:], padding)
+                    for values in (logps, entropies)
+                ]
+        logps, entropies = (
+            None if column[0] is None else torch.stack(column) for column in zip(*per_row, strict=True)
+        )
+        self._policy_logps = logps
+        aux_loss = None if aux_losses[0] is None else torch.stack(aux_losses).mean()
+        return logps, entropies, aux_loss  # (B, C), (B, C), ()
 
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
@@ -422,9 +461,6 @@ class MemPOTrainer(GRPOTrainer):
         metrics, device = self._metrics[mode], self.accelerator.device
         statistics = rollout_statistics(self._rollouts)
         statistics["sequences/per_rollout"] = (num_sequences, len(self._rollouts))
-        tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in self._sequences)
-        width = max(len(s.prompt_ids) for s in self._sequences) + max(len(s.completion_ids) for s in self._sequences)
-        statistics["sequences/padding_frac"] = (len(self._sequences) * width - tokens, len(self._sequences) * width)
         of_processes = gather_object([statistics])
         sums = {
             name: tuple(torch.tensor([part[name] for part in of_processes], dtype=torch.float64).sum(0).tolist())

