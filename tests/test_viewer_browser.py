@@ -275,7 +275,7 @@ def test_shading_by_advantage(run, opened, tmp_path):
     there are any: `>\\n` closes the block and opens what follows, and counts as memory.
     """
     page = opened(run, "#rollout=0")
-    page.click("button:text('Advantage')")
+    page.click("button:text('Completion')")
     marks = page.locator("#turn-2 mark.advantage")
     assert marks.evaluate_all("marks => marks.map(mark => mark.title)") == ["A = 1.250, memory block", "A = 0.500"]
     assert marks.first.inner_text() == "<mem>Anna has a cat</mem>"
@@ -366,8 +366,13 @@ def test_figures_and_notes_of_an_evaluation(opened, tmp_path):
         "0.250 to 0.750",
     ):
         assert text in about
-    assert page.locator("tr", has_text="num rollouts").inner_text().split("\t")[1:] == ["1,234", "1,234"]
-    assert page.locator("tr", has_text="tokens total").inner_text().split("\t")[1:] == ["4,322", "4,322"]
+    main = page.locator("table").first
+    assert main.locator("thead th").all_inner_texts() == ["all", "2 objectives"]
+    assert main.locator("tr", has_text="num rollouts").locator("td").all_inner_texts() == ["1,234", "1,234"]
+    assert main.locator("tr", has_text="tokens total").locator("td").all_inner_texts() == ["4,322", "4,322"]
+    assert "outcomes.answer" not in page.inner_text("#detail")
+    page.locator("summary", has_text="All figures").click()
+    assert "outcomes.answer" in page.inner_text("#detail")
     page.locator("summary", has_text="settings").click()
     assert "max_turns" in page.inner_text("#detail")
 

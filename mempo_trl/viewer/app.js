@@ -70,8 +70,8 @@ function aboutPage() {
     el("p", { class: "quiet" }, `${count(about.num_rollouts, "rollout")} from ${count(about.files, "file")}`, evaluation.model ? ` · ${evaluation.model}` : ""),
     notes.map((note) => el("p", { class: "notice" }, note)),
     startHere(),
-    el("p", { class: "quiet hint" }, "Go through the list with ", el("kbd", {}, "j"), el("kbd", {}, "k"), " and through the turns of a rollout with ", el("kbd", {}, "←"), el("kbd", {}, "→"), ". All keys and words are explained under ", el("kbd", {}, "?"), "."),
-    results.map(([name, groups]) => [el("h2", {}, `Figures${name.slice("results".length).replaceAll("_", " ")}`), figuresTable(groups)]),
+    el("p", { class: "quiet hint" }, "Go through the list with ", el("kbd", {}, "j"), " ", el("kbd", {}, "k"), " and through the turns of a rollout with ", el("kbd", {}, "←"), " ", el("kbd", {}, "→"), ". All keys and words are explained under ", el("kbd", {}, "?"), "."),
+    results.map(([name, groups]) => [el("h2", {}, `Figures${name.slice("results".length).replaceAll("_", " ")}`), figures(groups)]),
     rest.length ? el("h2", {}, "Settings") : null,
     settingsTable(plain),
     rest.filter(([, value]) => value !== null && typeof value === "object").map(([name, value]) =>
@@ -95,14 +95,23 @@ function startHere() {
   return [el("h2", {}, "Where to look"), el("ul", { class: "ways" }, ways)];
 }
 
-/** One column per group of rollouts, one row per figure with its interval where there is one. */
-function figuresTable(results) {
-  const intervals = (row) => (row.ci95 && typeof row.ci95 === "object" ? row.ci95 : {});
+const MAIN_FIGURES = ["num_rollouts", "exact_match", "f1", "pass_at_n", "format_ok_frac", "tokens_total_mean", "tokens_peak_mean", "turns_mean", "searches_mean", "failures"];
+
+/** The figures of groups of rollouts: the main ones, and all of them on demand. */
+function figures(results) {
   const groups = Object.entries(results).map(([name, row]) => {
     const values = Object.fromEntries(flatEntries(row).filter(([key]) => !key.startsWith("ci95")));
-    return { name, values, ends: intervals(row) };
+    return { name, values, ends: row.ci95 && typeof row.ci95 === "object" ? row.ci95 : {} };
   });
+  groups.sort((a, b) => (b.name === "all") - (a.name === "all"));
   const keys = [...new Set(groups.flatMap((group) => Object.keys(group.values)))];
+  const main = MAIN_FIGURES.filter((key) => keys.includes(key));
+  if (!main.length || main.length === keys.length) return figuresTable(groups, keys);
+  return [figuresTable(groups, main), el("details", { class: "folded" }, el("summary", {}, "All figures"), figuresTable(groups, keys))];
+}
+
+/** One column per group, one row per figure, with its interval where there is one. */
+function figuresTable(groups, keys) {
   const rows = keys.map((key) => {
     const whole = groups.every((group) => Number.isInteger(group.values[key] ?? 0));
     const shown = (value) => (typeof value === "number" ? (whole ? value.toLocaleString("en-US") : figure(value, Math.abs(value) < 10 ? 3 : 0)) : value ?? "–");
@@ -146,7 +155,7 @@ function buildHelp() {
   ];
   byId("help").append(
     el("form", { method: "dialog" }, el("button", { class: "tool", "aria-label": "Close" }, "✕")),
-    el("h2", {}, "Keys"), el("dl", { class: "keys" }, keys.map(([key, text]) => [el("dt", {}, key.split("  ").map((one) => el("kbd", {}, one))), el("dd", {}, text)])),
+    el("h2", {}, "Keys"), el("dl", { class: "keys" }, keys.map(([key, text]) => [el("dt", {}, key.split("  ").map((one) => [el("kbd", {}, one), " "])), el("dd", {}, text)])),
     el("h2", {}, "Words"), el("dl", {}, words.map(([word, text]) => [el("dt", {}, word), el("dd", {}, text)])),
   );
 }

@@ -149,7 +149,7 @@ function controls(rollout, scale) {
   return el("div", { class: "controls" },
     el("div", { class: "segments", role: "group", "aria-label": "How turns are shown" },
       button("Parts", !view.byAdvantage, "Memory, think, call and documents", () => (view.byAdvantage = false)),
-      button("Advantage", view.byAdvantage, "The completion as sampled, shaded by advantage (a)", () => (view.byAdvantage = true))),
+      button("Completion", view.byAdvantage, "The completion as sampled, shaded by advantage (a)", () => (view.byAdvantage = true))),
     !view.byAdvantage && hasMemory
       ? el("div", { class: "segments" }, button("Changes", view.changes, "What changed in the memory (d)", () => (view.changes = !view.changes))) : null,
     legend);
