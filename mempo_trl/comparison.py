@@ -11,11 +11,11 @@ import numpy as np
 
 from .metrics import (
     bootstrap_sums,
-    by_question,
     divide,
     interval,
     number_or_none,
     rollout_figures,
+    sum_by,
 )
 from .rewards import NORMALIZERS
 from .runner import FAILED, read_records, row_id
@@ -105,15 +105,17 @@ def sign_flip_test(differences: np.ndarray, seed: int = 0, permutations: int = 1
     count = len(differences)
     if count == 0:
         return 1.0
-    observed = abs(differences.sum()) * (1 - 1e-12)  # a tie may not depend on the order of a sum
+    observed = abs(differences.sum()) - 1e-12 * abs(differences).sum()  # a tie may not depend on the order of a sum
     if count <= 13:
         signs = 1 - 2 * (np.arange(2**count)[:, None] >> np.arange(count) & 1)  # (2**Q, Q)
         return float((np.abs(signs @ differences) >= observed).mean())
     rng, extreme = np.random.default_rng(seed), 0
     chunk = max(1, 2_000_000 // count)
     for start in range(0, permutations, chunk):
-        signs = 1.0 - 2.0 * rng.integers(2, size=(min(chunk, permutations - start), count))
-        extreme += int((np.abs(signs @ differences) >= observed).sum())
+        shape = min(chunk, permutations - start), -(-count // 8)
+        positive = np.unpackbits(rng.integers(256, size=shape, dtype=np.uint8), axis=1, count=count)  # (chunk, Q)
+        sums = 2 * (positive @ differences) - differences.sum()
+        extreme += int((np.abs(sums) >= observed).sum())
     return (1 + extreme) / (1 + permutations)  # the observed signs are one of the permutations
 
 
@@ -185,40 +187,41 @@ def compare_pairs(pairs: Sequence[tuple[dict, dict]], normalizer: str = "squad",
         answers right in all objectives.
     """
     scores = (f"exact_match_{normalizer}", f"f1_{normalizer}")
+    figures = [[rollout_figures(record) for record in sides] for sides in zip(*pairs, strict=True)]
+    keys: dict[str, int] = {}
+    index = np.array([keys.setdefault(row_id(one), len(keys)) for one, _ in pairs])
     names = (*scores, *TOKENS)
-    sides = [[one for one, _ in pairs], [other for _, other in pairs]]
-    # Tokens of a pair count only where both were played.
-    played = [FAILED not in (one["outcome"], other["outcome"]) for one, other in pairs]
-    (_, first, count), (_, second, _) = (by_question(side, scores) for side in sides)
-    keep = [[record for record, ok in zip(side, played, strict=True) if ok] for side in sides]
-    columns = [(name, first[:, k], second[:, k], count[:, k]) for k, name in enumerate(scores)]
-    if keep[0]:
-        (_, first, count), (_, second, _) = (by_question(side, TOKENS) for side in keep)
-        columns += [(name, first[:, k], second[:, k], count[:, k]) for k, name in enumerate(TOKENS)]
-    result: dict[str, Any] = {
-        "num_pairs": len(pairs),
-        "num_questions": len({row_id(record) for record in sides[0]}),
-        "failed_pairs": len(pairs) - sum(played),
-    }
-    for name, one, other, number in columns:
-        sums = bootstrap_sums(np.column_stack([one, other, number]), seed)  # (R, 3)
-        differences = divide(sums[:, 1] - sums[:, 0], sums[:, 2])
+    first, second = (
+        np.array([[np.nan if row[name] is None else row[name] for name in names] for row in side]) for side in figures
+    )  # (pairs, F)
+    # A figure of a pair counts only where both have it: tokens are unknown where one failed.
+    defined = ~np.isnan(first + second)
+    first, second, number = (
+        sum_by(index, np.where(defined, values, 0.0)) for values in (first, second, np.ones_like(first))
+    )  # (Q, F)
+    draws = np.hsplit(bootstrap_sums(np.hstack([first, second, number]), seed), 3)
+    differences = interval(divide(draws[1] - draws[0], draws[2]))
+    savings = interval(100 * (1 - divide(draws[1], draws[0])))
+    failed = sum(FAILED in (one["outcome"], other["outcome"]) for one, other in pairs)
+    result: dict[str, Any] = {"num_pairs": len(pairs), "num_questions": len(keys), "failed_pairs": failed}
+    for k, name in enumerate(names):
+        one, other, count = first[:, k], second[:, k], number[:, k]
+        if not count.any():
+            result[name] = None
+            continue
         entry = {
-            "first": float(one.sum() / number.sum()),
-            "second": float(other.sum() / number.sum()),
-            "difference": float((other - one).sum() / number.sum()),
-            "ci95": [number_or_none(end) for end in interval(differences[:, None])[:, 0]],
-            "p_sign_flip": sign_flip_test((other - one) / number, seed),
+            "first": float(one.sum() / count.sum()),
+            "second": float(other.sum() / count.sum()),
+            "difference": float((other - one).sum() / count.sum()),
+            "ci95": [number_or_none(end) for end in differences[:, k]],
+            "p_sign_flip": sign_flip_test((other - one)[count > 0] / count[count > 0], seed),
         }
         if name in TOKENS:
-            savings = 100 * (1 - divide(sums[:, 1], sums[:, 0]))
             entry["saving_percent"] = number_or_none(100 * (1 - divide(other.sum(), one.sum())))
-            entry["saving_percent_ci95"] = [number_or_none(end) for end in interval(savings[:, None])[:, 0]]
+            entry["saving_percent_ci95"] = [number_or_none(end) for end in savings[:, k]]
         result[name.removesuffix(f"_{normalizer}")] = entry
-    for name in (name for name in names if name in TOKENS and not keep[0]):
-        result[name] = None
     if len(pairs) == result["num_questions"]:  # samples of one question are not independent tosses
-        right = [[_exact(record, normalizer) == 1.0 for record in side] for side in sides]
+        right = [[row[scores[0]] == 1.0 for row in side] for side in figures]
         wins = sum(other and not one for one, other in zip(*right, strict=True))
         losses = sum(one and not other for one, other in zip(*right, strict=True))
         result["mcnemar"] = {"wins": wins, "losses": losses, "p": mcnemar_test(wins, losses)}

@@ -57,7 +57,7 @@ def rollout_figures(record: dict) -> dict[str, float | None]:
             f"The rollout of {record['question']!r} has no `golden_answers`, so nothing can be said about its answer."
         )
     failed = record["outcome"] == FAILED
-    answer = None if failed else record["answer"]
+    answer = None if failed else record.get("answer")
     figures: dict[str, float | None] = {}
     for key, (metric, normalizer) in _SCORES.items():
         scores = score_answer(answer, record["golden_answers"], metric, normalizer)
@@ -122,30 +122,11 @@ def divide(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.divide(sums, counts, out=np.full(np.shape(sums), np.nan), where=np.asarray(counts) > 0)
 
 
-def by_question(records: Sequence[dict], names: Sequence[str]) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """
-    Sums of figures over the rollouts of each question.
-
-    Args:
-        records (`Sequence[dict]`):
-            Rollouts.
-        names (`Sequence[str]`):
-            Names of [`rollout_figures`].
-
-    Returns:
-        `tuple`: Keys of the questions in the order of their first rollout, sums and numbers of rollouts in which the
-        figure is defined. # (Q,), (Q, F), (Q, F)
-    """
-    keys: dict[str, int] = {}
-    index = np.array([keys.setdefault(row_id(record), len(keys)) for record in records])
-    values = np.array(
-        [[np.nan if figures[name] is None else figures[name] for name in names] for figures in map(rollout_figures, records)]
-    )  # fmt: skip
-    defined = ~np.isnan(values)
-    sums, counts = np.zeros((len(keys), len(names))), np.zeros((len(keys), len(names)))
-    np.add.at(sums, index, np.where(defined, values, 0.0))
-    np.add.at(counts, index, defined)
-    return list(keys), sums, counts
+def sum_by(index: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Sums of the rows of `values` with the same `index`. # (N,), (N, F) -> (index.max() + 1, F)"""
+    sums = np.zeros((index.max() + 1, values.shape[1]))
+    np.add.at(sums, index, values)
+    return sums
 
 
 def summarize(records: Sequence[dict], normalizer: str = "squad", seed: int = 0) -> dict[str, Any]:
@@ -171,15 +152,15 @@ def summarize(records: Sequence[dict], normalizer: str = "squad", seed: int = 0)
     if not records:
         raise ValueError("there are no rollouts to summarize.")
     names = [*_SCORES, "format_ok", *COSTS]
-    keys, sums, counts = by_question(records, names)
-    best: dict[str, float] = dict.fromkeys(keys, 0.0)
-    samples: dict[str, int] = dict.fromkeys(keys, 0)
-    for record in records:
-        key, figures = row_id(record), rollout_figures(record)
-        best[key] = max(best[key], figures[f"exact_match_{normalizer}"])
-        samples[key] += 1
-    sums = np.column_stack([sums, list(best.values())])
-    counts = np.column_stack([counts, np.ones(len(keys))])
+    figures = [rollout_figures(record) for record in records]
+    keys: dict[str, int] = {}
+    index = np.array([keys.setdefault(row_id(record), len(keys)) for record in records])
+    values = np.array([[np.nan if row[name] is None else row[name] for name in names] for row in figures])
+    defined = ~np.isnan(values)
+    best = np.zeros(len(keys))
+    np.maximum.at(best, index, values[:, names.index(f"exact_match_{normalizer}")])
+    sums = np.column_stack([sum_by(index, np.where(defined, values, 0.0)), best])  # (Q, F)
+    counts = np.column_stack([sum_by(index, defined), np.ones(len(keys))])  # (Q, F)
     means = divide(sums.sum(axis=0), counts.sum(axis=0))
     # The questions are drawn, with all their samples: samples of one question are no independent evidence.
     ends = interval(divide(*np.hsplit(bootstrap_sums(np.hstack([sums, counts]), seed), 2)))
@@ -195,7 +176,7 @@ def summarize(records: Sequence[dict], normalizer: str = "squad", seed: int = 0)
     return {
         "num_rollouts": len(records),
         "num_questions": len(keys),
-        "num_samples": max(samples.values()),
+        "num_samples": int(np.bincount(index).max()),
         "normalizer": normalizer,
         **{name: mean[name] for name in order},
         "failures": sum(record["outcome"] == FAILED for record in records),

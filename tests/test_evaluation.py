@@ -152,24 +152,24 @@ ROWS = [
 ]
 
 
-def records(num_samples: int = 2) -> list[dict]:
-    """Rollouts of each question, with costs whose sum depends on the order of the summands."""
+def records(rows=ROWS) -> list[dict]:
+    """Two rollouts of each question, of different lengths."""
     rng = random.Random(0)
     return [
         record(
             "x", row["golden_answers"], [turn(10, rng.randint(1, 99), "answer")], sample=sample, seconds=0.1, **more
         )
-        for row in ROWS
-        for sample in range(num_samples)
+        for row in rows
+        for sample in range(2)
         for more in [{name: row[name] for name in ("id", "question", "dataset")}]
     ]
 
 
-def report_of(rows, protocol, **kwargs) -> dict:
+def report_of(played, protocol, rows=ROWS, **kwargs) -> dict:
     settings = {"dataset_name": "q.jsonl", "context": "memory", "temperature": 0.0, "max_turns": 4, "seed": 0}
     return make_report(
-        rows,
-        rows=ROWS,
+        played,
+        rows=rows,
         agent={"model": "里德/agent", "base_model": None, "corpus_hash": "0123"},
         protocol=protocol,
         settings=settings | {"max_completion_length": 8},
@@ -180,8 +180,9 @@ def report_of(rows, protocol, **kwargs) -> dict:
 
 def test_report_does_not_depend_on_the_order(protocol):
     """The report is the same whatever order the rollouts were finished in, but for what is under `timing`."""
-    played = records()
-    whole = report_of(played, protocol, seconds=1.0)
+    rows = [{**ROWS[k % 3], "id": str(k)} for k in range(40)]  # few questions have the same intervals in any order
+    played = records(rows)
+    whole = report_of(played, protocol, rows, seconds=1.0)
     assert whole["timing"] == {
         "seconds": 1.0,
         "rollout_seconds_mean": pytest.approx(0.1),
@@ -189,13 +190,14 @@ def test_report_does_not_depend_on_the_order(protocol):
         "rollout_seconds_p95": 0.1,
         "search_seconds_mean": None,
     }
-    for seed in range(5):
+    for seed in range(3):
         shuffled = random.Random(seed).sample(played, len(played))
         for row in shuffled:
             row["seconds"] = random.random()
-        other = report_of(shuffled, protocol, seconds=7.0)
+        other = report_of(shuffled, protocol, rows, seconds=7.0)
         assert other.pop("timing") != whole["timing"]
         assert json.dumps(other) == json.dumps({name: whole[name] for name in other})
+    played = records()
     assert [row["id"] for row in in_order(reversed(played), ROWS)] == ["b", "b", "a", "a", "c", "c"]
 
 
@@ -383,6 +385,17 @@ def test_greedy_turns_do_not_depend_on_the_batch(model_folder, tmp_path):
         cli.main([*given, str(tmp_path / "parts"), "--max_questions", number])
     cli.main([*given, str(tmp_path / "parts")])
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+
+
+def test_more_samples_are_other_ones(model_folder, tmp_path):
+    """Samples that are added to an evaluation are drawn anew, and do not repeat those that are there."""
+    given = ["evaluate", *make_folder(tmp_path), "--model_name_or_path", model_folder, "--max_completion_length", "12"]
+    given += ["--temperature", "1", "--output_dir", str(tmp_path / "out"), "--num_samples"]
+    for number in ("1", "2"):
+        cli.main([*given, number])
+    records = read_records(tmp_path / "out" / "rollouts.jsonl")
+    assert len(records) == 24
+    assert len({(record["id"], record["turns"][0]["completion"]) for record in records}) == 24
 
 
 def test_servers(scripted, tokenizer, model_folder, tmp_path, monkeypatch):

@@ -282,7 +282,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         for name, value in asdict(args).items()
         if name not in ("output_dir", "overwrite", "probe_memory", "save_prompts")
     }
-    records = in_order(read_records(rollouts), questions)
+    records = read_records(rollouts)
     report = make_report(
         records,
         rows=questions,
@@ -297,6 +297,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
     write_report(folder, report)
     print_table(report)
     if args.probe_memory:
+        records = in_order(records, questions)
         probe = probe_texts(records, args.normalizer)
         if model is not None:
             pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
