@@ -18,6 +18,7 @@ import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
 
 from .generation import Generation, GenerationError, Generator
+from .parsing import TAGS
 from .protocol import TOOLS_TEXT, Protocol
 from .rollout import Rollout, Turn
 from .token_spans import decode
@@ -59,13 +60,12 @@ def _api_url(url: str) -> str:
         usable = False
     if not usable:
         raise ValueError(f"got the URL {url!r}; give one such as 'http://localhost:8000'.")
+    if parsed.userinfo or parsed.query or parsed.fragment:  # it may be secret, and URLs are logged
+        raise ValueError(
+            f"The URL of {parsed.host!r} has a user, a query or a fragment. Leave it out; a key goes into the "
+            "environment variable that `api_key_env` names."
+        )
     return url.rstrip("/") + ("/v1" if parsed.path in ("", "/") else "")
-
-
-def _shown(url: str) -> str:
-    """A URL without what may be secret in it."""
-    parsed = httpx.URL(url)
-    return str(parsed.copy_with(userinfo=b"", query=None, fragment=None))
 
 
 def _retry_after(response: httpx.Response) -> float:
@@ -166,8 +166,7 @@ class EndpointGenerator(Generator):
                     response = await client.get(f"{url}/models", timeout=30)
                 except httpx.RequestError as error:
                     raise GenerationError(
-                        f"There is no server at {_shown(url)} ({self._hide(_cause(error))}). Start it, or correct the "
-                        "URL."
+                        f"There is no server at {url} ({self._hide(_cause(error))}). Start it, or correct the URL."
                     ) from None
                 if response.status_code in (401, 403):  # other answers come from servers that don't list models
                     raise GenerationError(self._refusal(url, response))
@@ -210,7 +209,7 @@ class EndpointGenerator(Generator):
             data = await retrying(self._post, playing.url, body)
         except _Unavailable as error:
             raise GenerationError(
-                f"{_shown(playing.url)} gave no turn within {time.monotonic() - start:.0f} s "
+                f"{playing.url} gave no turn within {time.monotonic() - start:.0f} s "
                 f"({retrying.statistics['attempt_number']} attempts; `retry_seconds` is {self.retry_seconds:g}). "
                 f"Last cause: {error}"
             ) from None
@@ -247,13 +246,13 @@ class EndpointGenerator(Generator):
         logger.log(
             level,
             "%s is not available (%s); trying again for up to %g s.",
-            _shown(url),
+            url,
             state.outcome.exception(),
             self.retry_seconds,
         )
 
     def _refusal(self, url: str, response: httpx.Response) -> str:
-        return f"{_shown(url)} answered with HTTP {response.status_code}: {self._hide(response.text)}"
+        return f"{url} answered with HTTP {response.status_code}: {self._hide(response.text)}"
 
     def _hide(self, text: str) -> str:
         """What a server said, as a message may quote it: not too long, and without the key."""
@@ -308,7 +307,7 @@ class CompletionsGenerator(EndpointGenerator):
                 "return_token_ids": True,
             }
         )
-        server, ids = _shown(_playing.get().url), choice.get("token_ids")
+        server, ids = _playing.get().url, choice.get("token_ids")
         if ids is None:
             raise GenerationError(
                 f"{server} returned no `token_ids`, so what it sampled is not known. Use a server that knows "
@@ -367,7 +366,9 @@ class ChatGenerator(EndpointGenerator):
         self.protocol = protocol
         self.stop_at_action = stop_at_action
         # A special token in a teacher's text is text; in the student's ids it would be that token.
-        self._special = re.compile("|".join(map(re.escape, protocol.tokenizer.all_special_tokens)))
+        special = {token.content for token in protocol.tokenizer.added_tokens_decoder.values() if token.special}
+        special -= {f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")}
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
     async def generate(self, prompt_ids: list[int], rollout: Rollout | None = None) -> Generation:
         choice = await self._request(
@@ -379,7 +380,7 @@ class ChatGenerator(EndpointGenerator):
         )
         text = (choice.get("message") or {}).get("content") or ""
         if not isinstance(text, str):
-            server = _shown(_playing.get().url)
+            server = _playing.get().url
             raise GenerationError(f"{server} returned the content {self._hide(repr(text))}; expected a text.")
         if self.stop_at_action and choice["finish_reason"] == "stop":
             opened = [tag for tag in ("tool_call", "answer") if text.count(f"<{tag}>") > text.count(f"</{tag}>")]

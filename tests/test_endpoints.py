@@ -390,6 +390,14 @@ def test_wrong_urls(url):
         completions(url)
 
 
+@pytest.mark.parametrize("url", ["http://u:secret@h:1", "http://h:1/v1?key=secret", "http://h:1/#secret"])
+def test_no_secrets_in_urls(url):
+    """A URL that may hold a secret is refused without quoting it, since URLs are logged."""
+    with pytest.raises(ValueError, match="'h' has a user, a query or a fragment.*`api_key_env`") as error:
+        completions(url)
+    assert "secret" not in str(error.value)
+
+
 def test_wrong_arguments():
     """No server, no room, and a key that is not set."""
     with pytest.raises(ValueError, match="`urls` is empty"):
