@@ -8,17 +8,19 @@ function rewardPlot(turns, onPick) {
   });
   const values = Object.values(series).flat().map(([, value]) => value);
   if (!values.length) return null;
-  const [width, height, left, bottom, top] = [Math.max(260, Math.min(680, 70 + turns.length * 56)), 150, 34, 20, 10];
-  const low = Math.min(0, ...values) < 0 ? Math.min(-0.25, Math.floor(Math.min(...values) * 4) / 4) : 0;
-  const high = Math.max(1, ...values);
+  const [width, height, left, bottom, top] = [Math.max(260, Math.min(680, 76 + turns.length * 56)), 150, 44, 20, 10];
+  // Small probabilities, as before training, get a larger scale; the ticks say which.
+  const round = (size) => [0.05, 0.1, 0.25, 0.5, 1].find((end) => size <= end) ?? size;
+  const high = round(Math.max(...values, 0));
+  const low = Math.min(...values) < 0 ? -round(-Math.min(...values)) : 0;
   const slot = (width - left - 8) / turns.length;
   const x = (i) => left + slot * (i + 0.5);
   const y = (value) => top + ((high - value) / (high - low)) * (height - top - bottom);
 
   const parts = [];
-  for (const value of [...new Set([low, 0, 0.5, 1])]) {
+  for (const value of [...new Set([low, 0, high / 2, high])]) {
     parts.push(svg("line", { class: value === 0 ? "axis" : "grid", x1: left, x2: width - 8, y1: y(value), y2: y(value) }));
-    parts.push(svg("text", { class: "tick", x: left - 6, y: y(value) + 3.5, "text-anchor": "end" }, figure(value, value % 0.5 ? 2 : 1)));
+    parts.push(svg("text", { class: "tick", x: left - 6, y: y(value) + 3.5, "text-anchor": "end" }, figure(value, high < 0.5 ? 3 : 2)));
   }
   for (const [i, value] of series.R_M) {
     parts.push(svg("rect", {
