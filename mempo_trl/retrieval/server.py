@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import json
 import logging
@@ -443,5 +444,8 @@ def run_server(app: FastAPI, listener: socket.socket, log_file: str | os.PathLik
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_keep_alive=300, timeout_graceful_shutdown=30
     )
+    # Or every so many requests a full garbage collection would walk through the corpus while all clients wait.
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
