@@ -331,36 +331,48 @@ def compare(
     }
 
 
-HEADER = ("objectives", "figure", "first", "second", "difference", "95% interval", "p", "saving %")
+FIGURES = {
+    "exact_match": "exact match",
+    "f1": "F1",
+    "tokens_total": "tokens total",
+    "tokens_peak": "tokens peak",
+    "tokens_total_without_prefix": "tokens total, without prefix",
+    "tokens_peak_without_prefix": "tokens peak, without prefix",
+}
+"""Figures of a comparison, with their names in tables."""
+
+HEADER = ("group", "figure", "first", "second", "difference", "95%", "p", "saving %", "95%")
 
 
 def table_rows(results: dict[str, dict]) -> list[tuple[str, ...]]:
     """Cells of the `results` of one comparison, under [`HEADER`]."""
     rows = []
     for group, result in results.items():
-        for name in ("exact_match", "f1", *TOKENS):
+        for name, label in FIGURES.items():
             entry = result[name]
             if entry is None:
                 continue
             digits = 0 if name in TOKENS else 3
-            low, high = entry["ci95"]
             saving = entry.get("saving_percent")
-            if saving is not None:
-                saving_low, saving_high = entry["saving_percent_ci95"]
-                saving = f"{saving:.1f} [{saving_low:.1f}, {saving_high:.1f}]"
             rows.append(
                 (
-                    f"{group} ({result['num_questions']})",
-                    name,
+                    "all" if group == "all" else f"k = {group}",
+                    label,
                     f"{entry['first']:.{digits}f}",
                     f"{entry['second']:.{digits}f}",
                     f"{entry['difference']:+.{digits}f}",
-                    f"[{low:+.{digits}f}, {high:+.{digits}f}]",
+                    _ends(entry["ci95"], digits),
                     f"{entry['p_sign_flip']:.2g}",
-                    saving or "",
+                    "" if saving is None else f"{saving:.1f}",
+                    "" if saving is None else _ends(entry["saving_percent_ci95"], 1),
                 )
             )
     return rows
+
+
+def _ends(ends: list[float], digits: int) -> str:
+    low, high = ends
+    return f"{low:+.{digits}f} to {high:+.{digits}f}"
 
 
 def markdown(comparison: dict[str, Any]) -> str:
@@ -391,9 +403,9 @@ def markdown(comparison: dict[str, Any]) -> str:
 
 
 EXPLANATION = (
-    "Differences are second minus first over the same questions. Intervals: bootstrap over questions; p: two-sided "
-    "sign-flip test over questions. Tokens with system prompt and question counted, and without them "
-    "(`_without_prefix`)."
+    "Differences are second minus first over the same questions, k is the number of objectives. Intervals: bootstrap "
+    "over questions; p: two-sided sign-flip test over questions. Tokens with system prompt and question counted, and "
+    "without them (without prefix)."
 )
 
 

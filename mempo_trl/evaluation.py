@@ -311,7 +311,7 @@ def markdown(report: dict[str, Any]) -> str:
         if name in every and name != "failures":
             lines.append(f"| {name.removesuffix('_mean')} | {figure(every[name])} | {told} |")
     outcomes = ", ".join(f"{name} {count}" for name, count in every["outcomes"].items() if count)
-    lines += ["", f"Outcomes: {outcomes}. Searches that failed: {every['tool_errors']}. Of rollouts: "
-              f"{report['tokens_counted']['failures']}.", "", "## System prompt", "", "```text",
+    lines += ["", f"Outcomes: {outcomes}. Searches that failed: {every['tool_errors']}. "
+              f"{report['tokens_counted']['failures'].capitalize()}.", "", "## System prompt", "", "```text",
               report["system_prompt"], "```"]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -205,7 +205,7 @@ def test_command(tmp_path, capsys):
     paths = [str(tmp_path / "a"), str(tmp_path / "b" / "evaluation.json"), str(tmp_path / "c")]
     assert cli.main(["compare", *paths, "--output_dir", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "Warning: `max_turns` differs" in printed and "saving" in printed
+    assert "Warning: `max_turns` differs" in printed and "saving" in printed and "…" not in printed
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert comparison["first"] == paths[0] and comparison["others"] == paths[1:]
     results = comparison["comparisons"][paths[1]]["results"]
@@ -213,7 +213,7 @@ def test_command(tmp_path, capsys):
     # Over the three questions of one objective 105 against 45 tokens, a saving of 60 / 105.
     assert results["1"]["tokens_total"]["saving_percent"] == pytest.approx(100 * 60 / 105)
     text = (tmp_path / "out" / "comparison.md").read_text()
-    assert "| 1 (3) | exact_match | 0.333 | 0.667 | +0.333 |" in text and "Wins of the second" in text
+    assert "| k = 1 | exact match | 0.333 | 0.667 | +0.333 |" in text and "Wins of the second" in text
 
 
 def test_missing_files_are_named(tmp_path):

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from trl import TrlParser
@@ -62,11 +63,17 @@ def main(args: CompareArguments) -> dict:
     comparison = compare(evaluations, args.normalizer, args.common_questions, args.seed, args.max_examples)
     console = Console()
     for name, entry in comparison["comparisons"].items():
-        table = Table(title=f"second: {name}\nfirst: {comparison['first']}\nnormaliser: {comparison['normalizer']}")
-        for column in HEADER:
-            table.add_column(column, justify="left" if column == "figure" else "right")
-        for row in table_rows(entry["results"]):
-            table.add_row(*row)
+        count = entry["results"]["all"]["num_questions"]
+        title = (
+            f"second: {name}\nfirst: {comparison['first']}\n{count} questions, normaliser: {comparison['normalizer']}"
+        )
+        table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for column in ("", *HEADER[1:5], "p", "saving %"):
+            table.add_column(column, justify="left" if column in ("", "figure") else "right")
+        for group, figure, first, second, difference, ends, p, saving, saving_ends in table_rows(entry["results"]):
+            if "without" not in figure:  # 80 columns hold the shorter names; the files have all
+                cells = (f"{difference}\n{ends}", p, f"{saving}\n{saving_ends}")
+                table.add_row(group, figure, first, second, *cells)
         console.print(table)
         mcnemar = entry["results"]["all"]["mcnemar"]
         if mcnemar is not None:

@@ -378,7 +378,8 @@ def write_probe(folder: Path, probe: dict) -> dict:
     """Write `probe.json` and print its table."""
     report = {"definitions": DEFINITIONS, **probe}
     write_text(folder / "probe.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    table = Table(title=f"what memories keep (normaliser: {probe['normalizer']})", box=box.SIMPLE)
+    title = f"what memories keep (normaliser: {probe['normalizer']})"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column, justify in (("", "left"), ("value", "right"), ("of", "left")):
         table.add_column(column, justify=justify)
     for row in probe_rows(probe):
