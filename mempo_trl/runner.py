@@ -115,7 +115,8 @@ def play_questions(
 
     Raises:
         ValueError: If two rows have the same id, or the file is of other settings or questions; nothing is played.
-        GenerationError: If there is nothing to generate with, after `max_failures`, or if every rollout failed.
+        GenerationError: If there is nothing to generate with, after `max_failures`, or if every rollout failed and the
+            file has none that is finished.
     """
     if (generator is None) == (engine is None):
         raise ValueError("Give one of `generator` and `engine`.")
@@ -178,7 +179,7 @@ def play_questions(
         if on_record is not None:
             on_record(record)
         failures = failures + 1 if record["outcome"] == FAILED else 0
-        if failures >= min(max_failures, len(jobs)):
+        if failures == max_failures or (failures == len(jobs) and not finished):
             raise GenerationError(
                 f"The last {failures} rollouts failed, the last one with: {record['error']} What is finished is in "
                 f"{str(output_file)!r}; the same call goes on from there."

@@ -125,12 +125,13 @@ def test_failures_are_recorded_and_played_again(play, tokenizer, tmp_path):
     records = {record["id"]: record for record in play(Policy(tokenizer, fails=["Ben"], max_concurrency=1))}
     assert [records[f"q{i}"]["outcome"] for i in range(4)] == ["answer", "failed", "answer", "answer"]
     assert records["q1"]["error"] == "no turn for Ben" and records["q1"]["turns"] == []
+    assert len(play(Policy(tokenizer, fails=["Ben"]))) == 4  # it alone fails again, which is no reason to stop
     policy = Policy(tokenizer, max_concurrency=1)
     more = {"id": "q9", "question": "What is the pet of Zoe?", "golden_answers": [["cat"]]}
     records = {record["id"]: record for record in play(policy, rows=[*ROWS, more])}
     assert {record["outcome"] for record in records.values()} == {"answer"} and len(records) == 5
     assert [question.split()[-1] for question in policy.asked] == ["Zoe?", "Ben?"]
-    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 6  # the failure is kept, and is history
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 7  # failures are kept, and are history
 
 
 def test_too_many_failures(play, tokenizer):
