@@ -31,7 +31,7 @@ def test_usage(argv, capsys):
     """Without a command, and with `--help`, the commands are listed."""
     assert cli.main(argv) == 0
     usage = capsys.readouterr().out
-    for name in ("train", "sft", "evaluate", "collect"):
+    for name in cli.LAUNCHED | cli.PLAIN:
         assert f"  {name} " in usage
 
 
@@ -39,7 +39,7 @@ def test_unknown_command(capsys):
     """A command that does not exist is named, with those that do, and the exit status is 2."""
     assert cli.main(["trian", "--config", "x"]) == 2
     error = capsys.readouterr().err
-    assert "'trian'" in error and "train, sft, evaluate, collect" in error
+    assert "'trian'" in error and ", ".join(cli.LAUNCHED | cli.PLAIN) in error
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,12 @@ def test_unknown_command(capsys):
         ("train", ["--memory_prob_threshold", "--corpus_path", "--lora_r", "--reward_funcs"]),
         ("sft", ["--rollouts", "--max_length", "--lora_r"]),
         ("evaluate", ["--max_questions", "--index_path", "--model_name_or_path"]),
-        ("collect", ["--output_file", "--retrieval_top_k"]),
+        ("collect", ["--output_file", "--retrieval_top_k", "--teacher_url"]),
+        ("compare", ["--output_dir"]),
+        ("data", ["--objectives", "--question_column"]),
+        ("index", ["--kind", "--encoder"]),
+        ("serve", ["--index_path", "--allow_remote"]),
+        ("view", ["--output_file", "--max_rollouts"]),
     ],
 )
 def test_help_of_a_command(name, options, capsys):

@@ -15,10 +15,20 @@ from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
 from mempo_trl.cli import LAUNCHED, PLAIN
 from mempo_trl.data import village
-from mempo_trl.scripts import arguments, collect, evaluate, sft, train
+from mempo_trl.scripts import arguments, collect, compare, data, evaluate, index, serve, sft, train, view
 
 
-SCRIPTS = {"train": train, "sft": sft, "evaluate": evaluate, "collect": collect}
+SCRIPTS = {
+    "train": train,
+    "sft": sft,
+    "collect": collect,
+    "compare": compare,
+    "data": data,
+    "evaluate": evaluate,
+    "index": index,
+    "serve": serve,
+    "view": view,
+}
 ALL = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 ACCELERATE = [path for path in ALL if path.parent.name == "accelerate_configs"]
 RECIPES = [path for path in ALL if path not in ACCELERATE]

@@ -57,6 +57,11 @@ def main(output_dir: str) -> None:
         *evaluation, "--model_name_or_path", f"{out}/mempo", "--output_dir", f"{out}/after"
     )
 
+    seconds["view"] = sum(
+        run("mempo_trl.cli", "view", f"{out}/{name}", "--output_file", f"{out}/{page}.html")
+        for name, page in (("after", "evaluation"), ("mempo", "training"))
+    )
+
     before, after = (
         json.loads((out / name / "evaluation.json").read_text())["results"]["all"] for name in ("before", "after")
     )
@@ -77,8 +82,9 @@ def main(output_dir: str) -> None:
         print(f"{label:16}{before[name]:>12.3f}{after[name]:>13.3f}")
     for label, name in (("tokens, total", "tokens_total_mean"), ("tokens, peak", "tokens_peak_mean")):
         print(f"{label:16}{before[name]:>12.0f}{after[name]:>13.0f}")
-    print(f"\n{summary['num_questions']} held-out questions, {summary['seconds']:.0f} s in all. Rollouts with their "
-          f"memories: {out}/after/rollouts.jsonl. Figures: {out}/summary.json.")  # fmt: skip
+    print(f"\n{summary['num_questions']} held-out questions, {summary['seconds']:.0f} s in all. Figures: "
+          f"{out}/summary.json.\nSee what the agent remembers, in a browser: {out}/evaluation.html, and how that came "
+          f"about: {out}/training.html")  # fmt: skip
 
 
 if __name__ == "__main__":
