@@ -474,6 +474,9 @@ def test_evaluate_part_and_context(folder, model_folder, tmp_path):
             "Give one of `corpus_path`, `index_path`, `search_url` and `web_search`",
         ),
         (["--max_completion_length", "9000"], ValueError, "`max_completion_length` is 9000, but the model takes 8192"),
+        (["--max_questions", "0"], ValueError, "`max_questions` is 0, expected at least 1"),
+        (["--server_model", "policy"], ValueError, "`server_model` is 'policy'; give the URL"),
+        (["--server_url", "http://h", "--chat_url", "http://h"], ValueError, "one of `server_url` and `chat_url`"),
     ],
 )
 def test_wrong_input_of_evaluate(given, error, message, folder, model_folder, tmp_path):

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, set_seed
+from transformers import GenerationConfig, PreTrainedModel, set_seed
 from trl import ModelConfig, TrlParser
 
 from mempo_trl import load_questions
@@ -178,10 +178,8 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         if not rollouts.is_file():
             raise FileNotFoundError(f"There is no {str(rollouts)!r} to probe. Give the folder of an evaluation.")
         return write_probe(folder, probe_texts(read_records(rollouts), args.normalizer))
-    if args.server_url is not None and args.chat_url is not None:
-        raise ValueError("Give one of `server_url` and `chat_url`.")
+    check_arguments(args, model_args)
     start = time.perf_counter()
-    remote = args.server_url or args.chat_url
     tokenizer = load_tokenizer(model_args)
     if args.chat_template_path is not None:
         tokenizer.chat_template = load_chat_template(args.chat_template_path)
@@ -195,34 +193,22 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
     set_seed(int(np.random.SeedSequence([args.seed, len(before)]).generate_state(1)[0]) if before else args.seed)
 
     search = make_search_tool(retrieval_args, tokenizer)
-    model, max_prompt_length = None, args.max_prompt_length
-    if remote is None:
-        model = load_model(model_args, trainable=False).eval()
-        if torch.cuda.is_available():
-            model = model.to("cuda")
-        max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
-        if max_length is not None and args.max_completion_length >= max_length:
-            raise ValueError(
-                f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in "
-                "all; lower it."
-            )
-        if max_prompt_length is None and max_length is not None:
-            max_prompt_length = max_length - args.max_completion_length
-        end_ids = eos_token_ids(model.generation_config, tokenizer)
-    else:
-        end_ids = eos_token_ids(load_generation_config(model_args), tokenizer)
+    remote = args.server_url or args.chat_url
+    model, max_prompt_length = (None, args.max_prompt_length) if remote else load_agent(args, model_args)
     protocol = Protocol(
         tokenizer,
         Toolbox([search]),
         context=args.context,
         system_prompt=args.system_prompt,
-        eos_token_ids=end_ids,
+        eos_token_ids=eos_token_ids(
+            load_generation_config(model_args) if remote else model.generation_config, tokenizer
+        ),
         max_tool_response_length=args.max_tool_response_length,
     )
     agent = {
         "model": model_args.model_name_or_path,
         "model_revision": model_args.model_revision,
-        "base_model": model.peft_config["default"].base_model_name_or_path if is_peft(model) else None,
+        "base_model": model.active_peft_config.base_model_name_or_path if isinstance(model, PeftModel) else None,
         "server_model": (args.server_model or model_args.model_name_or_path) if remote else None,
         "corpus_hash": search.retriever.corpus_hash,
     }
@@ -239,20 +225,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         # Servers may move while an evaluation goes on.
         "retrieval": {name: value for name, value in retrieval.items() if name not in ("search_url", "search_cache_dir")},
     }  # fmt: skip
-    shared = {"max_completion_length": args.max_completion_length, "temperature": args.temperature}
-    limits = {"max_concurrency": args.batch_size, "api_key_env": args.api_key_env}
-    generator = engine = None
-    if args.server_url is not None:
-        generator = CompletionsGenerator(
-            args.server_url, agent["server_model"], eos_token_ids=end_ids, seed=args.seed, **shared, **limits
-        )
-    elif args.chat_url is not None:
-        generator = ChatGenerator(args.chat_url, agent["server_model"], protocol=protocol, **shared, **limits)
-    else:
-        engine = TransformersEngine(model, tokenizer, **shared)
-
-    total = len(questions) * args.num_samples
-    with tqdm(total=total, initial=len(before), desc="Rollouts") as bar:
+    with tqdm(total=len(questions) * args.num_samples, initial=len(before), desc="Rollouts") as bar:
         running = Running(args.normalizer)
         for record in before:
             running.add(record)
@@ -267,8 +240,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
             protocol=protocol,
             output_file=rollouts,
             max_turns=args.max_turns,
-            generator=generator,
-            engine=engine,
+            **make_sampler(args, model, protocol, agent["server_model"]),
             batch_size=args.batch_size,
             num_samples=args.num_samples,
             max_prompt_length=max_prompt_length,
@@ -277,18 +249,14 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
             prompts=args.save_prompts,
             on_record=on_record,
         )
-    settings = {
-        name: value
-        for name, value in asdict(args).items()
-        if name not in ("output_dir", "overwrite", "probe_memory", "save_prompts")
-    }
     records = read_records(rollouts)
+    left_out = ("output_dir", "overwrite", "probe_memory", "save_prompts")
     report = make_report(
         records,
         rows=questions,
         agent=agent,
         protocol=protocol,
-        settings=settings,
+        settings={name: value for name, value in asdict(args).items() if name not in left_out},
         retrieval=retrieval,
         normalizer=args.normalizer,
         seed=args.seed,
@@ -300,17 +268,62 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         records = in_order(records, questions)
         probe = probe_texts(records, args.normalizer)
         if model is not None:
-            pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-            with tqdm(total=len(records), desc="Scoring") as bar:
-                probe["probabilities"] = probe_probabilities(
-                    records,
-                    protocol=protocol,
-                    scorer=choose_scorer(model, "auto")(model, pad_id),
-                    tokenizer=tokenizer,
-                    on_batch=bar.update,
-                )
+            probe["probabilities"] = score_memories(records, protocol, model)
         write_probe(folder, probe)
     return report
+
+
+def check_arguments(args: EvaluateArguments, model_args: ModelConfig) -> None:
+    """Refuse what can't be evaluated before anything is loaded."""
+    if args.server_url is not None and args.chat_url is not None:
+        raise ValueError("Give one of `server_url` and `chat_url`.")
+    if args.server_model is not None and not (args.server_url or args.chat_url):
+        raise ValueError(f"`server_model` is {args.server_model!r}; give the URL where it is as `server_url`.")
+    if model_args.model_name_or_path is None:
+        raise ValueError("Give the model as `model_name_or_path`; for a model on a server it names the tokenizer.")
+    for name in ("max_questions", "num_samples", "batch_size", "max_turns", "max_completion_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` is {value}, expected at least 1.")
+
+
+def load_agent(args: EvaluateArguments, model_args: ModelConfig) -> tuple[PreTrainedModel, int | None]:
+    """The model in this process, and the longest prompt that it takes."""
+    model = load_model(model_args, trainable=False).eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if max_length is None or args.max_prompt_length is not None:
+        return model, args.max_prompt_length
+    if args.max_completion_length >= max_length:
+        raise ValueError(
+            f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in all; "
+            "lower it."
+        )
+    return model, max_length - args.max_completion_length
+
+
+def make_sampler(
+    args: EvaluateArguments, model: PreTrainedModel | None, protocol: Protocol, server_model: str | None
+) -> dict:
+    """What the turns are sampled with, as arguments of `play_questions`."""
+    shared = {"max_completion_length": args.max_completion_length, "temperature": args.temperature}
+    if model is not None:
+        return {"engine": TransformersEngine(model, protocol.tokenizer, **shared)}
+    shared |= {"max_concurrency": args.batch_size, "api_key_env": args.api_key_env}
+    if args.chat_url is not None:
+        return {"generator": ChatGenerator(args.chat_url, server_model, protocol=protocol, **shared)}
+    shared |= {"eos_token_ids": protocol.eos_token_ids, "seed": args.seed}
+    return {"generator": CompletionsGenerator(args.server_url, server_model, **shared)}
+
+
+def score_memories(records: list[dict], protocol: Protocol, model: PreTrainedModel) -> dict:
+    """Answer probabilities after the memories, with a progress bar."""
+    tokenizer = protocol.tokenizer
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    scorer = choose_scorer(model, "auto")(model, pad_id)
+    with tqdm(total=len(records), desc="Scoring") as bar:
+        return probe_probabilities(records, protocol=protocol, scorer=scorer, tokenizer=tokenizer, on_batch=bar.update)
 
 
 INTERVALS = ("exact_match", "f1", "tokens_total_mean")
@@ -339,11 +352,6 @@ class Running:
     @property
     def tokens(self) -> float:
         return self.cost / max(1, self.count - self.failed)
-
-
-def is_peft(model) -> bool:
-    """Whether a model is a base model with an adapter."""
-    return isinstance(model, PeftModel)
 
 
 def load_generation_config(model_args: ModelConfig) -> GenerationConfig:
