@@ -22,6 +22,7 @@ from mempo_trl.evaluation import (
     eos_token_ids,
     in_order,
     model_eos_token_ids,
+    text_hash,
     tokenizer_hash,
     weights_stamp,
 )
@@ -235,6 +236,7 @@ def main(args: CollectArguments, model_args: ModelConfig, retrieval_args: Retrie
         "teacher_extra_body": args.teacher_extra_body,
         "weights": None if model is None else weights_stamp(model_args.model_name_or_path),
         "tokenizer_hash": tokenizer_hash(tokenizer),
+        "chat_template_hash": text_hash(tokenizer.chat_template),
         "corpus_hash": search.retriever.corpus_hash,
         "temperature": args.temperature,
         "max_completion_length": args.max_completion_length,
