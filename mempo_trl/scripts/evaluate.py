@@ -187,8 +187,9 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
     questions = questions[: args.max_questions]
     before = []
     if rollouts.is_file() and not args.overwrite:
-        before = [record for record in read_records(rollouts) if record["outcome"] != FAILED]
+        before = read_records(rollouts)
         check_resumable(before, questions, args.num_samples, folder)
+        before = [record for record in before if record["outcome"] != FAILED]  # failed ones are played again
     # Batches of a resumed run hold other rollouts: with the same seed a sample could repeat one that is there.
     set_seed(int(np.random.SeedSequence([args.seed, len(before)]).generate_state(1)[0]) if before else args.seed)
 
