@@ -26,13 +26,13 @@ from mempo_trl.comparison import compare_pairs, pair
 from mempo_trl.data.cold_start import read_rollouts, replay
 from mempo_trl.data.village import SYSTEM_PROMPT, Village
 from mempo_trl.data.village_model import build_model
-from mempo_trl.metrics import bootstrap_sums, divide, interval
+from mempo_trl.metrics import bootstrap_sums, divide, interval, rollout_figures
 from mempo_trl.monitoring import rollout_record
 from mempo_trl.protocol import Protocol
 from mempo_trl.retrieval.bm25 import BM25Retriever
 from mempo_trl.retrieval.tool import SearchTool
 from mempo_trl.rollout import Rollout
-from mempo_trl.runner import FAILED, read_records
+from mempo_trl.runner import read_records
 from mempo_trl.tools import Toolbox
 
 
@@ -41,10 +41,17 @@ CONTEXTS = ("memory", "full")
 MODEL = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "seed": 0}
 MAX_POSITIONS = 4096  # the scripted rollouts need 1,700 at most, and an agent that loses its way some more
 ROLLOUT_SEQUENCES = {"memory": 8, "full": 1}  # per step: about one rollout in each context
+COUNTS = {
+    "total": "tokens_total",
+    "peak": "tokens_peak",
+    "total, no prefix": "tokens_total_without_prefix",
+    "peak, no prefix": "tokens_peak_without_prefix",
+    "computed": "tokens_computed",
+}
 DEFINITIONS = {
     "total": "prompt and completion of every turn, summed over the turns",
     "peak": "prompt and completion of the longest turn",
-    "without prefix": "as the other, without system prompt and question, which every turn's prompt starts with",
+    "no prefix": "without system prompt and question, which every turn's prompt starts with",
     "computed": "tokens that have to be computed where a perfect cache keeps everything that the rollout had before "
     "(prompts and sampled tokens) and reuses the longest common start of a prompt",
 }
@@ -149,19 +156,12 @@ def script(rows: list[dict], village: Village, protocols: dict[str, Protocol]) -
 
 def add_computed_tokens(records: list[dict], protocol: Protocol) -> list[dict]:
     """Records of an agent with `tokens_computed`; the texts of its turns are tokenized for it."""
-    return [
-        record
-        | {"tokens_computed": None if record["outcome"] == FAILED else computed_tokens(replay(record, protocol))}
-        for record in records
-    ]
+    return [record | {"tokens_computed": computed_tokens(replay(record, protocol))} for record in records]
 
 
 def saving(pairs: list[tuple[dict, dict]]) -> dict:
     """What the second rollouts save in computed tokens, as `compare_pairs` says it of the other counts."""
-    counts = np.array(
-        [[one["tokens_computed"], other["tokens_computed"]] for one, other in pairs if FAILED not in
-         (one["outcome"], other["outcome"])], dtype=float,
-    )  # fmt: skip
+    counts = np.array([[record["tokens_computed"] for record in sides] for sides in pairs], dtype=float)  # (Q, 2)
     first, second = counts.mean(axis=0)
     sums = bootstrap_sums(counts)
     ends = interval(100 * (1 - divide(sums[:, 1:], sums[:, :1])))[:, 0]
@@ -174,22 +174,21 @@ def saving(pairs: list[tuple[dict, dict]]) -> dict:
 
 
 def compare(records: dict[str, list[dict]]) -> dict[str, dict]:
-    """Memory against full context by number of objectives, and where both answered everything right."""
+    """Memory against full context by number of objectives."""
     pairs = pair(records["full"], records["memory"], ("full", "memory"))
     groups: dict[str, list] = {}
     for one, other in pairs:
         groups.setdefault(str(len(one["golden_answers"])), []).append((one, other))
-    return {name: compare_pairs(group) | {"tokens_computed": saving(group)} for name, group in groups.items()}
+    return {
+        name: compare_pairs(groups[name]) | {"tokens_computed": saving(groups[name])}
+        for name in sorted(groups, key=int)
+    }
 
 
 def both_right(records: dict[str, list[dict]]) -> dict[str, list[dict]]:
     """The records of the questions that both contexts answered right in every objective."""
     right = [
-        {
-            record["id"]
-            for record in records[context]
-            if record.get("answer") == "; ".join(aliases[0] for aliases in record["golden_answers"])
-        }
+        {record["id"] for record in records[context] if rollout_figures(record)["exact_match_squad"] == 1}
         for context in CONTEXTS
     ]
     ids = set.intersection(*right)
@@ -197,27 +196,23 @@ def both_right(records: dict[str, list[dict]]) -> dict[str, list[dict]]:
 
 
 def table(results: dict[str, dict]) -> list[dict]:
-    """The rows of a table, one per number of objectives."""
+    """Rows for a terminal, one per number of objectives and count of tokens; EM is that of memory / full."""
     rows = []
     for objectives, result in results.items():
-        row = {
-            "objectives": objectives,
-            "questions": result["num_questions"],
-            "EM memory": f"{result['exact_match']['second']:.3f}",
-            "EM full": f"{result['exact_match']['first']:.3f}",
-        }
-        for key, name in (
-            ("tokens_total", "total"),
-            ("tokens_peak", "peak"),
-            ("tokens_total_without_prefix", "total without prefix"),
-            ("tokens_peak_without_prefix", "peak without prefix"),
-            ("tokens_computed", "computed"),
-        ):
+        exact = result["exact_match"]
+        for name, key in COUNTS.items():
             entry = result[key]
             low, high = entry["saving_percent_ci95"]
-            row[f"{name}: memory / full"] = f"{entry['second']:.0f} / {entry['first']:.0f}"
-            row[f"{name}: saving % (95%)"] = f"{entry['saving_percent']:.1f} ({low:.1f} to {high:.1f})"
-        rows.append(row)
+            rows.append(
+                {
+                    "k": objectives,
+                    "EM": f"{exact['second']:.3f} / {exact['first']:.3f}",
+                    "tokens": name,
+                    "memory": round(entry["second"]),
+                    "full": round(entry["first"]),
+                    "saved % (95%)": f"{entry['saving_percent']:.1f} ({low:.1f}, {high:.1f})",
+                }
+            )
     return rows
 
 
