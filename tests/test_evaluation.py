@@ -196,6 +196,7 @@ def test_report_does_not_depend_on_the_order(protocol):
             row["seconds"] = random.random()
         other = report_of(shuffled, protocol, rows, seconds=7.0)
         assert other.pop("timing") != whole["timing"]
+        other.pop("commit")
         assert json.dumps(other) == json.dumps({name: whole[name] for name in other})
     played = records()
     assert [row["id"] for row in in_order(reversed(played), ROWS)] == ["b", "b", "a", "a", "c", "c"]
