@@ -40,7 +40,8 @@ RECIPES = Path(__file__).parents[1] / "recipes" / "village" / "tokens"
 CONTEXTS = ("memory", "full")
 MODEL = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "seed": 0}
 MAX_POSITIONS = 4096  # the scripted rollouts need 1,700 at most, and an agent that loses its way some more
-ROLLOUT_SEQUENCES = {"memory": 8, "full": 1}  # per step: about one rollout in each context
+BATCHES = {"memory": {"short": 16, "long": 8}, "full": {"short": 6, "long": 1}}  # sequences of equally many rollouts
+SHORT = 3  # objectives
 COUNTS = {
     "total": "tokens_total",
     "peak": "tokens_peak",
@@ -104,19 +105,27 @@ def make_world(out: Path) -> None:
     model = build_model(AutoTokenizer.from_pretrained(village / "model"), **MODEL)
     model.config.max_position_embeddings = MAX_POSITIONS
     model.save_pretrained(village / "model")
-    rollouts = [json.dumps(without_memory(rollout)) + "\n" for rollout in read_rollouts(village / "rollouts.jsonl")]
-    (village / "rollouts_full.jsonl").write_text("".join(rollouts), encoding="utf-8")  # last: says that all is there
+    rollouts = {"memory": list(read_rollouts(village / "rollouts.jsonl"))}
+    rollouts["full"] = [without_memory(rollout) for rollout in rollouts["memory"]]
+    for context, long in rollouts.items():
+        short = [rollout for rollout in long if len(rollout["golden_answers"]) <= SHORT]
+        for part, chosen in (("short", short), ("long", long)):
+            lines = "".join(json.dumps(rollout) + "\n" for rollout in chosen)
+            (village / f"rollouts_{context}_{part}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def train(out: Path, context: str, arguments: list[str]) -> None:
-    """The cold start of one context."""
-    rollouts = {"memory": "rollouts.jsonl", "full": "rollouts_full.jsonl"}[context]
-    run(
-        "mempo_trl.cli", "sft", "--config", str(RECIPES / "sft" / "config.yaml"),
-        "--model_name_or_path", str(out / "village" / "model"), "--rollouts", str(out / "village" / rollouts),
-        "--context", context, "--per_device_train_batch_size", str(ROLLOUT_SEQUENCES[context]),
-        "--output_dir", str(out / context), *arguments,
-    )  # fmt: skip
+def train(out: Path, context: str) -> None:
+    """The cold start of one context, in two parts; what is there is not trained again."""
+    start = out / "village" / "model"
+    for part, folder in (("short", out / f"{context}_short"), ("long", out / context)):
+        if not (folder / "model.safetensors").exists():
+            run(
+                "mempo_trl.cli", "sft", "--config", str(RECIPES / "sft" / f"config_{part}.yaml"),
+                "--model_name_or_path", str(start), "--context", context,
+                "--rollouts", str(out / "village" / f"rollouts_{context}_{part}.jsonl"),
+                "--per_device_train_batch_size", str(BATCHES[context][part]), "--output_dir", str(folder),
+            )  # fmt: skip
+        start = folder
 
 
 def evaluate(out: Path, context: str) -> list[dict]:
@@ -221,10 +230,10 @@ def main() -> None:
     parser.add_argument("--output_dir", default="out/benchmarks/tokens")
     parser.add_argument("--scripted_top_k", type=int, nargs="+", default=[1, 3], help="passages per search")
     parser.add_argument("--scripted_only", action="store_true", help="without the agents")
-    args, sft_arguments = parser.parse_known_args()  # the rest is for `mempo sft`, such as --max_steps
+    args = parser.parse_args()
 
     out = Path(args.output_dir)
-    if not (out / "village" / "rollouts_full.jsonl").exists():
+    if not (out / "village" / "rollouts_full_long.jsonl").exists():
         make_world(out)
     rows = read_rows(out / "village" / "test.jsonl")
     village = Village.generate(seed=0, num_people=60)  # as the recipe says
@@ -235,15 +244,14 @@ def main() -> None:
         records = {}
         protocols = make_protocols(out, top_k=1)
         for context in CONTEXTS:
-            if not (out / context / "model.safetensors").exists():
-                train(out, context, sft_arguments)
+            train(out, context)
             records[context] = add_computed_tokens(evaluate(out, context), protocols[context])
         results["agents, top 1"] = compare(records)
         if (right := both_right(records))["memory"]:
             results["agents, top 1, where both are right"] = compare(right)
     for name, result in results.items():
         print_table(name, table(result))
-    settings = vars(args) | {"sft_arguments": sft_arguments, "model": MODEL, "definitions": DEFINITIONS}
+    settings = vars(args) | {"model": MODEL, "definitions": DEFINITIONS}
     flat = [{"played by": name} | row for name, result in results.items() for row in table(result)]
     write_report(out / "tokens.json", settings, flat, results=results)
     print(f"\nFigures: {out / 'tokens.json'}. Tokens: " + "; ".join(f"{k}: {v}" for k, v in DEFINITIONS.items()) + ".")
