@@ -22,11 +22,11 @@ import numpy as np
 from reporting import print_table, write_report
 from transformers import AutoTokenizer
 
-from mempo_trl.comparison import compare_pairs, pair
 from mempo_trl.data.cold_start import read_rollouts, replay
 from mempo_trl.data.village import SYSTEM_PROMPT, Village
 from mempo_trl.data.village_model import build_model
-from mempo_trl.metrics import bootstrap_sums, divide, interval, rollout_figures
+from mempo_trl.evaluation.comparison import compare_pairs, pair
+from mempo_trl.evaluation.metrics import bootstrap_sums, divide, interval, rollout_figures
 from mempo_trl.monitoring import rollout_record
 from mempo_trl.protocol import Protocol
 from mempo_trl.retrieval.bm25 import BM25Retriever

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 if TYPE_CHECKING:
@@ -247,6 +248,82 @@ class BatchGenerator(Generator):
                     f"The engine returned {len(turn_logps)} log-probabilities for {len(ids[i])} tokens."
                 )
             future.set_result(Generation(ids[i], turn_logps, "length" if cut else "stop"))
+
+
+def model_eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a turn: the tokenizer's, and those that the model declares (as [`~trl.GRPOTrainer`] takes them)."""
+    return eos_token_ids(model.generation_config, tokenizer)
+
+
+def eos_token_ids(generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """As [`model_eos_token_ids`], for a model that is not loaded here."""
+    declared = generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return sorted({tokenizer.eos_token_id, *declared})
+
+
+class TransformersEngine:
+    """
+    Samples batches of turns with `model.generate`, for [`~mempo_trl.generation.BatchGenerator`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The agent.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        max_completion_length (`int`):
+            Tokens after which a turn is cut.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature; 0 is greedy.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        max_completion_length: int,
+        temperature: float = 1.0,
+    ):
+        self.model = model
+        self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.eos_token_ids = model_eos_token_ids(model, tokenizer)
+        self.max_completion_length = max_completion_length
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        self.generation_config = GenerationConfig(
+            max_new_tokens=max_completion_length,
+            pad_token_id=self.pad_token_id,
+            eos_token_id=self.eos_token_ids,
+            repetition_penalty=1.0,  # as in training; the model's own (1.05 for Qwen2.5-Instruct) would count here
+            **(sampling if temperature > 0 else {"do_sample": False}),
+        )
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[list[int]], idle: bool = False) -> tuple[list[list[int]], None]:
+        """
+        Sample one turn for each prompt.
+
+        Args:
+            prompts (`list[list[int]]`):
+                Token ids.
+            idle (`bool`, *optional*, defaults to `False`):
+                Ignored.
+
+        Returns:
+            `tuple[list[list[int]], None]`: Sampled ids up to the first end-of-turn id, and no log-probabilities.
+        """
+        width = max(map(len, prompts))
+        input_ids = torch.tensor([[self.pad_token_id] * (width - len(ids)) + ids for ids in prompts])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        output = self.model.generate(
+            input_ids=input_ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            generation_config=self.generation_config,
+        )
+        completions = []
+        for ids in output[:, width:].tolist():
+            end = next((k for k, token_id in enumerate(ids) if token_id in self.eos_token_ids), len(ids) - 1)
+            completions.append(ids[: end + 1])
+        return completions, None
 
 
 def run_in_event_loop(coroutine: Coroutine) -> Any:

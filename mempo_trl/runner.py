@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def play_questions(
             Samples the turns; it plays all rollouts in one run.
         engine (`Callable`, *optional*):
             Engine of a [`~mempo_trl.generation.BatchGenerator`] instead, such as
-            [`~mempo_trl.evaluation.TransformersEngine`].
+            [`~mempo_trl.generation.TransformersEngine`].
         batch_size (`int`, *optional*, defaults to `64`):
             Rollouts that an engine plays at the same time.
         num_samples (`int`, *optional*, defaults to `1`):
@@ -232,3 +232,27 @@ def _differences(before: Any, now: Any, name: str = "") -> list[str]:
             text for key in keys for text in _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
         ]
     return [] if before == now else [f"`{name}` was {before!r} and is {now!r} now"]
+
+
+def check_resumable(
+    records: Iterable[dict], rows: Sequence[dict], num_samples: int, folder: str | os.PathLike
+) -> None:
+    """
+    Check that rollouts on disk are a part of what is asked for, so that the figures are of all that lies there.
+
+    Raises:
+        ValueError: If there are others.
+    """
+    wanted = {row_id(row) for row in rows}
+    surplus = sum(record["id"] not in wanted or record["sample"] >= num_samples for record in records)
+    if surplus:
+        raise ValueError(
+            f"{str(folder)!r} holds {surplus} rollouts of other questions or more samples than are asked for now "
+            f"({len(rows)} questions, {num_samples} samples of each). Choose another `output_dir`, or `--overwrite`."
+        )
+
+
+def in_order(records: Iterable[dict], rows: Sequence[dict]) -> list[dict]:
+    """Records in the order of their questions and samples, whatever order they were finished in."""
+    place = {row_id(row): number for number, row in enumerate(rows)}
+    return sorted(records, key=lambda record: (place[record["id"]], record["sample"]))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from mempo_trl import cli
-from mempo_trl.evaluation import TransformersEngine
+from mempo_trl.generation import TransformersEngine
 from mempo_trl.scripts import evaluate
 
 

@@ -8,7 +8,7 @@ import pytest
 from records import failed, record, turn
 
 from mempo_trl import cli
-from mempo_trl.comparison import (
+from mempo_trl.evaluation.comparison import (
     compare,
     compare_pairs,
     condition_warnings,
@@ -18,7 +18,7 @@ from mempo_trl.comparison import (
     pair,
     sign_flip_test,
 )
-from mempo_trl.metrics import summarize_by_objectives
+from mempo_trl.evaluation.metrics import summarize_by_objectives
 
 
 def test_mcnemar_by_hand():

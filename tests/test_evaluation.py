@@ -17,22 +17,11 @@ from stub_teacher import Reply, StubServer, chat
 from stub_teacher import completion as completion_of
 
 from mempo_trl import cli
-from mempo_trl.evaluation import (
-    TransformersEngine,
-    check_resumable,
-    in_order,
-    make_report,
-    markdown,
-    model_eos_token_ids,
-    table_rows,
-    tokenizer_hash,
-    weights_stamp,
-    without_secrets,
-    write_report,
-)
-from mempo_trl.generation import BatchGenerator, Generator
-from mempo_trl.metrics import summarize_by_dataset, summarize_by_objectives
-from mempo_trl.runner import read_records
+from mempo_trl.evaluation.metrics import summarize_by_dataset, summarize_by_objectives
+from mempo_trl.evaluation.report import make_report, markdown, table_rows, write_report
+from mempo_trl.generation import BatchGenerator, Generator, TransformersEngine, model_eos_token_ids
+from mempo_trl.provenance import tokenizer_hash, weights_stamp, without_secrets
+from mempo_trl.runner import check_resumable, in_order, read_records
 from mempo_trl.scripts import evaluate
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from records import failed, record, turn
 
-from mempo_trl.metrics import (
+from mempo_trl.evaluation.metrics import (
     bootstrap_sums,
     interval,
     latency,

@@ -8,9 +8,9 @@ from conftest import call, play_script, tiny_model
 from records import failed, record, turn
 
 from mempo_trl import cli
+from mempo_trl.evaluation.probe import holds, probe_probabilities, probe_rollout, probe_texts, table_rows
 from mempo_trl.memory_reward import make_answer
 from mempo_trl.monitoring import rollout_record
-from mempo_trl.probe import holds, probe_probabilities, probe_rollout, probe_texts, table_rows
 from mempo_trl.scoring import RowScorer
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_report import HOSTILE, record, turn, write_lines
 
-from mempo_trl import report
-from mempo_trl.report import write_report
+from mempo_trl.viewer import page as report
+from mempo_trl.viewer.page import write_report
 
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (`pip install playwright`)")

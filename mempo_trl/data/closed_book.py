@@ -48,7 +48,7 @@ def answer_without_search(
         questions (`list[str]`):
             Questions.
         engine (`Callable`):
-            Completes prompts, such as [`~mempo_trl.evaluation.TransformersEngine`] with temperature 0.
+            Completes prompts, such as [`~mempo_trl.generation.TransformersEngine`] with temperature 0.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Tokenizer of the model.
         model_name (`str`):

@@ -11,6 +11,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -147,6 +148,14 @@ def load_tokenizer(model_args: ModelConfig, trust_remote_code: bool = False) -> 
         padding_side="left",
         trust_remote_code=trust_remote_code,
     )
+
+
+def load_generation_config(model_args: ModelConfig) -> GenerationConfig:
+    """The generation config beside a tokenizer, an empty one where there is none."""
+    try:
+        return GenerationConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    except OSError:
+        return GenerationConfig()
 
 
 def load_model(model_args: ModelConfig, trainable: bool, trust_remote_code: bool = False) -> PreTrainedModel:

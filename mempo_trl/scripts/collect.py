@@ -17,21 +17,18 @@ from trl import ModelConfig, TrlParser
 from mempo_trl import load_questions
 from mempo_trl.data.cold_start import drop_reason, record_reward, scripted_rollout
 from mempo_trl.endpoints import ChatGenerator, CompletionsGenerator
-from mempo_trl.evaluation import (
-    TransformersEngine,
-    eos_token_ids,
-    in_order,
-    model_eos_token_ids,
-    text_hash,
-    tokenizer_hash,
-    weights_stamp,
-)
-from mempo_trl.generation import GenerationError
+from mempo_trl.generation import GenerationError, TransformersEngine, eos_token_ids, model_eos_token_ids
 from mempo_trl.protocol import Protocol, load_chat_template
+from mempo_trl.provenance import text_hash, tokenizer_hash, weights_stamp
 from mempo_trl.retrieval.tool import SearchTool
-from mempo_trl.runner import FAILED, play_questions, read_records, row_id
-from mempo_trl.scripts.arguments import RetrievalArguments, load_model, load_tokenizer, make_search_tool
-from mempo_trl.scripts.evaluate import load_generation_config
+from mempo_trl.runner import FAILED, in_order, play_questions, read_records, row_id
+from mempo_trl.scripts.arguments import (
+    RetrievalArguments,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    make_search_tool,
+)
 from mempo_trl.tools import Toolbox
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from trl import TrlParser
 
-from mempo_trl.comparison import (
+from mempo_trl.evaluation.comparison import (
     EXPLANATION,
     HEADER,
     compare,

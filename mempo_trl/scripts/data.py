@@ -14,7 +14,7 @@ from mempo_trl import load_questions
 from mempo_trl.data.closed_book import answer_without_search
 from mempo_trl.data.objectives import compose_objectives, deduplicate
 from mempo_trl.data.questions import write_questions
-from mempo_trl.evaluation import TransformersEngine
+from mempo_trl.generation import TransformersEngine
 from mempo_trl.rewards import score_answer
 from mempo_trl.scripts.arguments import load_model, load_tokenizer
 

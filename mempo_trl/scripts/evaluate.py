@@ -13,35 +13,35 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 from trl import ModelConfig, TrlParser
 
 from mempo_trl import load_questions
 from mempo_trl.comb import choose_scorer
 from mempo_trl.endpoints import ChatGenerator, CompletionsGenerator
-from mempo_trl.evaluation import (
+from mempo_trl.evaluation.metrics import rollout_figures
+from mempo_trl.evaluation.probe import DEFINITIONS, probe_probabilities, probe_texts
+from mempo_trl.evaluation.probe import table_rows as probe_rows
+from mempo_trl.evaluation.report import (
     COLUMNS,
-    TransformersEngine,
-    check_resumable,
-    eos_token_ids,
     figure,
     figure_interval,
-    in_order,
     make_report,
     table_rows,
-    text_hash,
-    tokenizer_hash,
-    weights_stamp,
-    without_secrets,
     write_report,
     write_text,
 )
-from mempo_trl.metrics import rollout_figures
-from mempo_trl.probe import DEFINITIONS, probe_probabilities, probe_texts
-from mempo_trl.probe import table_rows as probe_rows
+from mempo_trl.generation import TransformersEngine, eos_token_ids
 from mempo_trl.protocol import Protocol, load_chat_template
-from mempo_trl.runner import FAILED, play_questions, read_records
-from mempo_trl.scripts.arguments import RetrievalArguments, load_model, load_tokenizer, make_search_tool
+from mempo_trl.provenance import text_hash, tokenizer_hash, weights_stamp, without_secrets
+from mempo_trl.runner import FAILED, check_resumable, in_order, play_questions, read_records
+from mempo_trl.scripts.arguments import (
+    RetrievalArguments,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    make_search_tool,
+)
 from mempo_trl.tools import Toolbox
 
 
@@ -353,14 +353,6 @@ class Running:
     @property
     def tokens(self) -> float:
         return self.cost / max(1, self.count - self.failed)
-
-
-def load_generation_config(model_args: ModelConfig) -> GenerationConfig:
-    """The generation config beside a tokenizer, an empty one where there is none."""
-    try:
-        return GenerationConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-    except OSError:
-        return GenerationConfig()
 
 
 def print_table(report: dict) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from mempo_trl.data.cold_start import read_rollouts, sft_rows, split_by_question
-from mempo_trl.evaluation import model_eos_token_ids
+from mempo_trl.generation import model_eos_token_ids
 from mempo_trl.protocol import Protocol, load_chat_template
 from mempo_trl.retrieval.tool import SearchTool
 from mempo_trl.scripts.arguments import is_adapter, load_model, load_tokenizer, parse_launched

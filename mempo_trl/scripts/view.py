@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trl import TrlParser
 
-from mempo_trl.report import write_report
+from mempo_trl.viewer.page import write_report
 
 
 @dataclass

@@ -1,157 +1,18 @@
-"""The agent of an evaluation, and the report of what it did."""
+"""The report of an evaluation: who played, on which questions, how, and the figures of what came out."""
 
-import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl.scripts.utils import get_git_commit_hash
 
+from ..protocol import Protocol
+from ..provenance import text_hash, tokenizer_hash, without_secrets
+from ..runner import in_order, row_id
 from .metrics import TOKENS_COUNTED, latency, summarize_by_dataset, summarize_by_objectives
-from .protocol import Protocol
-from .runner import row_id
-
-
-def model_eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a turn: the tokenizer's, and those that the model declares (as [`~trl.GRPOTrainer`] takes them)."""
-    return eos_token_ids(model.generation_config, tokenizer)
-
-
-def eos_token_ids(generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """As [`model_eos_token_ids`], for a model that is not loaded here."""
-    declared = generation_config.eos_token_id
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return sorted({tokenizer.eos_token_id, *declared})
-
-
-class TransformersEngine:
-    """
-    Samples batches of turns with `model.generate`, for [`~mempo_trl.generation.BatchGenerator`].
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The agent.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        max_completion_length (`int`):
-            Tokens after which a turn is cut.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature; 0 is greedy.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        max_completion_length: int,
-        temperature: float = 1.0,
-    ):
-        self.model = model
-        self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.eos_token_ids = model_eos_token_ids(model, tokenizer)
-        self.max_completion_length = max_completion_length
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        self.generation_config = GenerationConfig(
-            max_new_tokens=max_completion_length,
-            pad_token_id=self.pad_token_id,
-            eos_token_id=self.eos_token_ids,
-            repetition_penalty=1.0,  # as in training; the model's own (1.05 for Qwen2.5-Instruct) would count here
-            **(sampling if temperature > 0 else {"do_sample": False}),
-        )
-
-    @torch.no_grad()
-    def __call__(self, prompts: list[list[int]], idle: bool = False) -> tuple[list[list[int]], None]:
-        """
-        Sample one turn for each prompt.
-
-        Args:
-            prompts (`list[list[int]]`):
-                Token ids.
-            idle (`bool`, *optional*, defaults to `False`):
-                Ignored.
-
-        Returns:
-            `tuple[list[list[int]], None]`: Sampled ids up to the first end-of-turn id, and no log-probabilities.
-        """
-        width = max(map(len, prompts))
-        input_ids = torch.tensor([[self.pad_token_id] * (width - len(ids)) + ids for ids in prompts])
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
-        output = self.model.generate(
-            input_ids=input_ids.to(self.model.device),
-            attention_mask=mask.to(self.model.device),
-            generation_config=self.generation_config,
-        )
-        completions = []
-        for ids in output[:, width:].tolist():
-            end = next((k for k, token_id in enumerate(ids) if token_id in self.eos_token_ids), len(ids) - 1)
-            completions.append(ids[: end + 1])
-        return completions, None
-
-
-def text_hash(text: str) -> str:
-    """The first 16 hexadecimal digits of a text's SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Tells tokenizers apart that count tokens differently, wherever they are loaded from."""
-    words = sorted(tokenizer.get_vocab().items())
-    # The vocabulary does not tell how a text is cut into it.
-    model = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
-    rules = json.loads(model) if tokenizer.is_fast else {"class": model}
-    for name in ("padding", "truncation", "added_tokens"):  # set by calls, and part of the vocabulary
-        rules.pop(name, None)
-    return text_hash(json.dumps([words, rules], sort_keys=True))
-
-
-def weights_stamp(name_or_path: str) -> str | None:
-    """Names, sizes and times of the weights in a local folder as a hash: a model that was trained anew is another."""
-    folder = Path(name_or_path)
-    if not folder.is_dir():
-        return None
-    files = sorted(file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
-    return text_hash(repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
-
-
-def without_secrets(value: Any) -> Any:
-    """Settings for a file: of every URL in them the user, the query and the fragment are left out."""
-    if isinstance(value, dict):
-        return {name: without_secrets(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(part) for part in value]
-    if isinstance(value, str) and value.startswith(("http://", "https://")):
-        return str(httpx.URL(value).copy_with(userinfo=b"", query=None, fragment=None))
-    return value
-
-
-def check_resumable(
-    records: Iterable[dict], rows: Sequence[dict], num_samples: int, folder: str | os.PathLike
-) -> None:
-    """
-    Check that rollouts on disk are a part of what is asked for, so that the figures are of all that lies there.
-
-    Raises:
-        ValueError: If there are others.
-    """
-    wanted = {row_id(row) for row in rows}
-    surplus = sum(record["id"] not in wanted or record["sample"] >= num_samples for record in records)
-    if surplus:
-        raise ValueError(
-            f"{str(folder)!r} holds {surplus} rollouts of other questions or more samples than are asked for now "
-            f"({len(rows)} questions, {num_samples} samples of each). Choose another `output_dir`, or `--overwrite`."
-        )
-
-
-def in_order(records: Iterable[dict], rows: Sequence[dict]) -> list[dict]:
-    """Records in the order of their questions and samples, whatever order they were finished in."""
-    place = {row_id(row): number for number, row in enumerate(rows)}
-    return sorted(records, key=lambda record: (place[record["id"]], record["sample"]))
 
 
 def make_report(

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from .monitoring import OUTCOMES
-from .rewards import NORMALIZERS, score_answer
-from .runner import FAILED, row_id
+from ..monitoring import OUTCOMES
+from ..rewards import NORMALIZERS, score_answer
+from ..runner import FAILED, row_id
 
 
 TOKENS_COUNTED = {

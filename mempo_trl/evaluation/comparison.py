@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..rewards import NORMALIZERS
+from ..runner import FAILED, read_records, row_id
 from .metrics import (
     bootstrap_sums,
     divide,
@@ -17,8 +19,6 @@ from .metrics import (
     rollout_figures,
     sum_by,
 )
-from .rewards import NORMALIZERS
-from .runner import FAILED, read_records, row_id
 
 
 TOKENS = ("tokens_total", "tokens_peak", "tokens_total_without_prefix", "tokens_peak_without_prefix")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .data.objectives import normalize_golden_answers
-from .parsing import parse_turn
-from .rewards import NORMALIZERS, score_answer
+from ..data.objectives import normalize_golden_answers
+from ..parsing import parse_turn
+from ..rewards import NORMALIZERS, score_answer
 
 
 logger = logging.getLogger(__name__)
 
-VIEWER = Path(__file__).parent / "viewer"
+VIEWER = Path(__file__).parent
 STYLES = ("page.css", "rollout.css")
 SCRIPTS = ("text.js", "data.js", "dom.js", "list.js", "plot.js", "turn.js", "rollout.js", "app.js")
 CHUNK_BYTES = 400_000

@@ -10,12 +10,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mempo_trl import cli, report
+from mempo_trl import cli
 from mempo_trl.data.village import Village
-from mempo_trl.report import find_rollouts, write_report
 from mempo_trl.retrieval.bm25 import BM25Retriever
 from mempo_trl.retrieval.document import Document
 from mempo_trl.retrieval.tool import SearchTool
+from mempo_trl.viewer import page as report
+from mempo_trl.viewer.page import find_rollouts, write_report
 
 
 HOSTILE = (

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .config import ANSWER_TEMPLATE
-from .data.cold_start import replay
-from .memory_reward import MemoryRewardCallback
-from .protocol import Protocol
-from .rewards import NORMALIZERS, exact_match, split_answers
-from .rollout import Rollout
-from .runner import FAILED, row_id
+from ..config import ANSWER_TEMPLATE
+from ..data.cold_start import replay
+from ..memory_reward import MemoryRewardCallback
+from ..protocol import Protocol
+from ..rewards import NORMALIZERS, exact_match, split_answers
+from ..rollout import Rollout
+from ..runner import FAILED, row_id
 
 
 DEFINITIONS = {
