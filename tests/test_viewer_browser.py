@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_report import HOSTILE, record, turn, write_lines
+from test_viewer import HOSTILE, record, turn, write_lines
 
 from mempo_trl.viewer import page as report
 from mempo_trl.viewer.page import write_report
