@@ -42,6 +42,7 @@ MODEL = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "seed": 0}
 MAX_POSITIONS = 4096  # the scripted rollouts need 1,700 at most, and an agent that loses its way some more
 BATCHES = {"memory": {"short": 16, "long": 8}, "full": {"short": 6, "long": 1}}  # sequences of equally many rollouts
 SHORT = 3  # objectives
+PARTS = ((0, "short", "_short"), (0, "long", ""), (1, "long", "_more"))  # seed, recipe, end of the folder's name
 COUNTS = {
     "total": "tokens_total",
     "peak": "tokens_peak",
@@ -115,25 +116,27 @@ def make_world(out: Path) -> None:
 
 
 def train(out: Path, context: str) -> None:
-    """The cold start of one context, in two parts; what is there is not trained again."""
+    """The cold start of one context in its parts; what is there is not trained again."""
     start = out / "village" / "model"
-    for part, folder in (("short", out / f"{context}_short"), ("long", out / context)):
+    for seed, part, name in PARTS:
+        folder = out / f"{context}{name}"
         if not (folder / "model.safetensors").exists():
             run(
                 "mempo_trl.cli", "sft", "--config", str(RECIPES / "sft" / f"config_{part}.yaml"),
                 "--model_name_or_path", str(start), "--context", context,
                 "--rollouts", str(out / "village" / f"rollouts_{context}_{part}.jsonl"),
-                "--per_device_train_batch_size", str(BATCHES[context][part]), "--output_dir", str(folder),
+                "--per_device_train_batch_size", str(BATCHES[context][part]), "--seed", str(seed),
+                "--output_dir", str(folder),
             )  # fmt: skip
         start = folder
 
 
 def evaluate(out: Path, context: str) -> list[dict]:
     """The records of an agent on the held-out questions; an evaluation that was killed goes on."""
-    folder = out / f"{context}_evaluation"
+    folder = out / f"{context}{PARTS[-1][2]}_evaluation"
     run(
         "mempo_trl.cli", "evaluate", "--config", str(RECIPES / "evaluate.yaml"),
-        "--model_name_or_path", str(out / context), "--context", context,
+        "--model_name_or_path", str(out / f"{context}{PARTS[-1][2]}"), "--context", context,
         "--dataset_name", str(out / "village" / "test.jsonl"),
         "--corpus_path", str(out / "village" / "corpus.jsonl"), "--output_dir", str(folder),
     )  # fmt: skip

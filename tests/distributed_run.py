@@ -123,8 +123,8 @@ class GeneratingTrainer(ScriptedTrainer):
         return ids, logps
 
 
-def given_rewards(folder, output, rank, loss_type):
-    trainer = given_rewards_trainer(folder, output, rank, 2, loss_type=loss_type)
+def given_rewards(folder, output, rank, **kwargs):
+    trainer = given_rewards_trainer(folder, output, rank, 2, **kwargs)
     counts = Counts(trainer.model)
     trainer.train()
     rows = [len(inputs["completion_ids"]) for inputs in trainer.inputs_seen]
@@ -202,8 +202,9 @@ def main():
     rank = int(os.environ["RANK"])
     faulthandler.dump_traceback_later(150, exit=True)  # a deadlock ends with a trace instead of a time-out
     for name, scenario in (
-        ("grpo", lambda path: given_rewards(folder, path, rank, "grpo")),
-        ("dapo", lambda path: given_rewards(folder, path, rank, "dapo")),
+        ("grpo", lambda path: given_rewards(folder, path, rank, loss_type="grpo")),
+        # Each row in a forward of its own.
+        ("dapo", lambda path: given_rewards(folder, path, rank, loss_type="dapo", max_tokens_per_microbatch=100)),
         ("generating", lambda path: generating(folder, path, rank)),
         ("failing_rollout", lambda path: failing_rollout(folder, path, rank)),
         ("failing_engine", lambda path: failing_engine(folder, path, rank)),
