@@ -27,6 +27,8 @@ from .memory_reward import MemoryRewardCallback, RolloutCallback
 from .model_card import complete_model_card
 from .monitoring import RolloutWriter, rollout_record, rollout_statistics, total_tokens
 from .protocol import Protocol, load_chat_template
+from .retrieval.cache import CachedRetriever
+from .retrieval.tool import SearchTool
 from .rewards import exact_match_reward
 from .rollout import Rollout, play
 from .sequences import Sequence, build_sequences, kl_per_sequence, loss_weights, pad_sequences, padded_count
@@ -192,6 +194,9 @@ class MemPOTrainer(GRPOTrainer):
         if args.alarms and not has_alarms:
             self.add_callback(AlarmCallback())
         self._rollout_writer = RolloutWriter(f"{args.output_dir}/rollouts", self.accelerator.process_index)
+        searches = [tool for tool in self.toolbox.tools.values() if isinstance(tool, SearchTool)]
+        self._caches = [tool.retriever for tool in searches if isinstance(tool.retriever, CachedRetriever)]
+        self._cache_counts = (0, 0)  # hits and queries when they were last logged
         # The generation batch in work: rows, rollouts and the sequences they gave.
         self._rows: list[dict] = []
         self._rollouts: list[Rollout] = []
@@ -461,6 +466,10 @@ class MemPOTrainer(GRPOTrainer):
         metrics, device = self._metrics[mode], self.accelerator.device
         statistics = rollout_statistics(self._rollouts)
         statistics["sequences/per_rollout"] = (num_sequences, len(self._rollouts))
+        hits = sum(cache.counters["hits"] for cache in self._caches)
+        queries = hits + sum(cache.counters["misses"] for cache in self._caches)
+        statistics["tool/cache_hit_frac"] = (hits - self._cache_counts[0], queries - self._cache_counts[1])
+        self._cache_counts = (hits, queries)
         of_processes = gather_object([statistics])
         sums = {
             name: tuple(torch.tensor([part[name] for part in of_processes], dtype=torch.float64).sum(0).tolist())
