@@ -43,7 +43,7 @@ MODEL = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "seed": 0}
 MAX_POSITIONS = 4096  # the scripted rollouts need 1,700 at most, and an agent that loses its way some more
 BATCHES = {"memory": {"short": 16, "long": 8}, "full": {"short": 6, "long": 1}}  # sequences of equally many rollouts
 SHORT = 3  # objectives
-PARTS = (("short", "_short"), ("long", ""))  # recipe, end of the folder's name
+PARTS = (("short", "short", 0), ("long", "long", 0), ("long", "more", 1))  # recipe, name of the folder, seed
 COUNTS = {
     "total": "tokens_total",
     "peak": "tokens_peak",
@@ -119,24 +119,26 @@ def make_world(out: Path) -> None:
 def train(out: Path, context: str) -> None:
     """The cold start of one context in its parts; what is there is not trained again."""
     start = out / "village" / "model"
-    for part, name in PARTS:
-        folder = out / f"{context}{name}"
+    for part, name, seed in PARTS:
+        folder = out / f"{context}_{name}"
         if not (folder / "model.safetensors").exists():
             run(
                 "mempo_trl.cli", "sft", "--config", str(RECIPES / "sft" / f"config_{part}.yaml"),
                 "--model_name_or_path", str(start), "--context", context,
                 "--rollouts", str(out / "village" / f"rollouts_{context}_{part}.jsonl"),
-                "--per_device_train_batch_size", str(BATCHES[context][part]), "--output_dir", str(folder),
+                "--per_device_train_batch_size", str(BATCHES[context][part]), "--seed", str(seed),
+                "--output_dir", str(folder),
             )  # fmt: skip
         start = folder
 
 
 def evaluate(out: Path, context: str) -> list[dict]:
     """The records of an agent on the held-out questions; an evaluation that was killed goes on."""
-    folder = out / f"{context}_evaluation"
+    model = out / f"{context}_{PARTS[-1][1]}"
+    folder = model.with_name(f"{model.name}_evaluation")
     run(
         "mempo_trl.cli", "evaluate", "--config", str(RECIPES / "evaluate.yaml"),
-        "--model_name_or_path", str(out / context), "--context", context,
+        "--model_name_or_path", str(model), "--context", context,
         "--dataset_name", str(out / "village" / "test.jsonl"),
         "--corpus_path", str(out / "village" / "corpus.jsonl"), "--output_dir", str(folder),
     )  # fmt: skip
