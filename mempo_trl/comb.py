@@ -8,8 +8,8 @@ context is a *tooth*: the few tokens that are its own, which see the trunk only 
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .batching import batch_by_length
-from .scoring import RowScorer, ScoringRequest
+from .scoring import RowScorer, Scorer, ScoringRequest
 
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def unsupported(model: torch.nn.Module) -> str | None:
     return None
 
 
-def choose_scorer(model: torch.nn.Module, kind: str) -> "type[CombScorer] | type[RowScorer]":
+def choose_scorer(model: torch.nn.Module, kind: str) -> type[Scorer]:
     """
     The way of scoring a model.
 
@@ -203,58 +203,27 @@ def _causal_model(model: torch.nn.Module) -> torch.nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-class CombScorer:
+class CombScorer(Scorer):
     """
     Scores the contexts of each trajectory in one pass over its unique tokens. Equals
-    [`~mempo_trl.scoring.RowScorer`] up to floating point, and has its interface.
+    [`~mempo_trl.scoring.RowScorer`] up to floating point.
 
-    The trunk is read with the model's own attention; its start is read once for all rows of a batch that share it.
-    The teeth are read with a 4-D mask (own tooth causal, trunk before the cut) and position ids that restart at the
-    cut, with `sdpa` where the model's attention takes no such mask. Only wanted positions go through the LM head.
+    The trunk is read with the model's own attention, in pieces where it is longer than `max_tokens`; its start is read
+    once for all rows of a batch that share it. The teeth are read with a 4-D mask (own tooth causal, trunk before the
+    cut) and position ids that restart at the cut, with `sdpa` where the model's attention takes no such mask. Only
+    wanted positions go through the LM head. The cache holds at most `max_tokens` tokens, or one longer trunk.
 
-    Args:
-        model (`torch.nn.Module`):
-            Causal language model for which [`unsupported`] is `None`.
-        pad_token_id (`int`):
-            Id that fills up rows; masked out.
-        max_tokens (`int`, *optional*, defaults to `16384`):
-            Tokens per forward, padding included; longer trunks are read in pieces. The cache holds as many.
-        autocast (`Callable`, *optional*):
-            Context manager of the forward (`accelerator.autocast`).
-        reduce_max (`Callable`, *optional*):
-            `reduce_max(values) -> values`: element-wise maximum over processes. Defaults to a single process.
+    Takes the arguments of [`~mempo_trl.scoring.Scorer`], and a model for which [`unsupported`] is `None`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        pad_token_id: int,
-        max_tokens: int = 16384,
-        autocast: Callable[[], AbstractContextManager] | None = None,
-        reduce_max: Callable[[list[int]], list[int]] | None = None,
-    ):
-        self.model = model
-        self.pad_token_id = pad_token_id
-        self.max_tokens = max_tokens
-        self.autocast = autocast or nullcontext
-        self.reduce_max = reduce_max or (lambda values: values)
-        # transformers renames the argument: `past_key_values` is gone in 5.40, `cache` is not there in the first 5.x.
+    def __init__(self, model: torch.nn.Module, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        # transformers 5.24 calls the argument `cache`, and takes `past_key_values`, its old name, until 5.40.
         parameters = inspect.signature(_causal_model(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
     @torch.no_grad()
     def __call__(self, requests: list[ScoringRequest]) -> list[torch.Tensor]:
-        """
-        Score requests.
-
-        Args:
-            requests (`list[ScoringRequest]`):
-                May be empty.
-
-        Returns:
-            `list[torch.Tensor]`: Per request, log-probabilities in float32 on the CPU.
-            # (contexts, positions)
-        """
         results = [torch.empty(len(request.contexts), len(request.positions)) for request in requests]
         batches = plan(requests, self.max_tokens)
         count = sum(len(self._pieces(batch)) + len(batch.groups) for batch in batches)

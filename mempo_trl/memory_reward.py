@@ -180,7 +180,7 @@ class RolloutCallback(TrainerCallback):
                 As in every event.
             rollouts (`list[Rollout]`):
                 The rollouts of this process.
-            scorer ([`~mempo_trl.scoring.RowScorer`]):
+            scorer ([`~mempo_trl.scoring.Scorer`]):
                 Scores continuations under the current policy.
             processing_class (`PreTrainedTokenizerBase`):
                 The tokenizer.

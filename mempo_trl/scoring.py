@@ -31,12 +31,10 @@ class ScoringRequest:
     positions: list[int]
 
 
-class RowScorer:
+class Scorer:
     """
-    Scores each context as a row of its own: batched, sorted by length, one no-grad forward per batch.
-
-    The policy is scored as it is (adapter on), with dropout off and at temperature 1. On several processes every
-    process calls it equally often, and makes the same number of forwards.
+    Scores requests under a policy as it is (adapter on), with dropout off and at temperature 1. On several processes
+    every process calls it equally often, and makes the same number of forwards.
 
     Args:
         model (`torch.nn.Module`):
@@ -44,7 +42,7 @@ class RowScorer:
         pad_token_id (`int`):
             Id that fills up rows; masked out.
         max_tokens (`int`, *optional*, defaults to `16384`):
-            Tokens per forward, padding included; a longer row is a batch of its own.
+            Tokens per forward, padding included.
         autocast (`Callable`, *optional*):
             Context manager of the forward (`accelerator.autocast`).
         reduce_max (`Callable`, *optional*):
@@ -77,6 +75,16 @@ class RowScorer:
             `list[torch.Tensor]`: Per request, log-probabilities in float32 on the CPU.
             # (contexts, positions)
         """
+        raise NotImplementedError
+
+
+class RowScorer(Scorer):
+    """
+    Scores each context as a row of its own: batched, sorted by length, one no-grad forward per batch. A row that is
+    longer than `max_tokens` is a batch of its own. Takes the arguments of [`Scorer`].
+    """
+
+    def __call__(self, requests: list[ScoringRequest]) -> list[torch.Tensor]:
         rows = [(i, j) for i, request in enumerate(requests) for j in range(len(request.contexts))]
         lengths = [
             requests[i].contexts[j][0] + len(requests[i].contexts[j][1]) + len(requests[i].continuation)
