@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from .retrieval.tool import SearchTool
 from .rewards import exact_match_reward
 from .rollout import Rollout, play
 from .sequences import Sequence, build_sequences, kl_per_sequence, loss_weights, pad_sequences, padded_count
+from .timing import StepTimer, TimingCallback, device_clock, step_phases, within
 from .tools import Toolbox
 
 
@@ -193,6 +193,8 @@ class MemPOTrainer(GRPOTrainer):
         has_alarms = any(isinstance(callback, AlarmCallback) for callback in self.callback_handler.callbacks)
         if args.alarms and not has_alarms:
             self.add_callback(AlarmCallback())
+        self._timer = StepTimer(step_phases(args), device_clock(self.accelerator.device))
+        self.add_callback(TimingCallback(self._timer, self._metrics["train"]))
         self._rollout_writer = RolloutWriter(f"{args.output_dir}/rollouts", self.accelerator.process_index)
         searches = [tool for tool in self.toolbox.tools.values() if isinstance(tool, SearchTool)]
         self._caches = [tool.retriever for tool in searches if isinstance(tool.retriever, CachedRetriever)]
@@ -210,6 +212,10 @@ class MemPOTrainer(GRPOTrainer):
 
     # From here on in the order in which a generation batch meets the methods.
 
+    def get_batch_samples(self, *args, **kwargs):
+        self._timer.start("other")
+        return super().get_batch_samples(*args, **kwargs)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         self._rows = [
             {
@@ -219,9 +225,10 @@ class MemPOTrainer(GRPOTrainer):
             }
             for row in inputs
         ]
-        output = super()._generate_and_score_completions(self._rows)
-        self._spread_advantages(output)
-        self._write_rollouts()
+        with self._timer.phase("other"):  # what the phases inside leave of it
+            output = super()._generate_and_score_completions(self._rows)
+            self._spread_advantages(output)
+            self._write_rollouts()
         self._rows, self._rollouts, self._rewards, self._sequences = [], [], [], []
         return output
 
@@ -229,14 +236,11 @@ class MemPOTrainer(GRPOTrainer):
         # Returns one entry per sequence for ids, masks and log-probs, but one per rollout for the completions, from
         # which the parent computes the rewards.
         mode = "train" if self.model.training else "eval"
-        start = time.perf_counter()
-        rollouts = self._play_rollouts()
-        self._metrics[mode]["time/rollout"].append(time.perf_counter() - start)
+        with self._timer.phase("rollout"):
+            rollouts = self._play_rollouts()
         self._rollouts = rollouts
-        start = time.perf_counter()
-        self._call_rollout_callbacks()
-        if self.args.memory_advantage_weight > 0:
-            self._metrics[mode]["time/memory_scoring"].append(time.perf_counter() - start)
+        with self._timer.phase("memory_scoring" if self.args.memory_advantage_weight > 0 else "other"):
+            self._call_rollout_callbacks()
 
         sequences = [sequence for i, rollout in enumerate(rollouts) for sequence in build_sequences(rollout, i)]
         if self._mask_truncated_rollouts:
@@ -298,7 +302,7 @@ class MemPOTrainer(GRPOTrainer):
                 row["golden_answers"],
                 protocol=self.protocol,
                 generator=generator,
-                call_tool=self.toolbox.call,
+                call_tool=within(self._timer.searching, self.toolbox.call),
                 max_turns=self.args.max_turns,
                 max_prompt_length=self._max_prompt_length,
             )
@@ -309,7 +313,8 @@ class MemPOTrainer(GRPOTrainer):
 
     def _generate_turns(self, prompts: list[list[int]], idle: bool) -> tuple[list[list[int]], list | None]:
         if not idle or self.use_vllm:
-            return self._generate_single_turn(prompts, None, {}, num_generations=1)
+            with self._timer.generating():
+                return self._generate_single_turn(prompts, None, {}, num_generations=1)
         # This process only keeps the others company, who may gather sharded weights: one token is enough.
         max_new_tokens = self.generation_config.max_new_tokens
         self.generation_config.max_new_tokens = 1
@@ -399,9 +404,11 @@ class MemPOTrainer(GRPOTrainer):
         total, count = totals.view(-1, 2).sum(dim=0).tolist()
         self._metrics[mode]["memory/advantage_abs_mean"].append(total / count if count else torch.nan)
 
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
-    ):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        with self._timer.phase("train" if torch.is_grad_enabled() else "logps"):
+            return self._logps_by_length(*args, **kwargs)
+
+    def _logps_by_length(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
         # All forwards of the loss, of the old policy and of the reference come by here, as one padded block. Rows of
         # like length share a forward instead, without the block's padding; the loss sees the block again.
         lengths = attention_mask.sum(dim=1).tolist()  # (B,)
