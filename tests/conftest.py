@@ -24,6 +24,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from vllm_server import NO_ENVIRONMENT, find_environment
 
 from mempo_trl import MemoryRewardCallback, MemPOConfig, MemPOTrainer
 from mempo_trl.generation import Generation, ReplayGenerator, run_in_event_loop
@@ -61,18 +62,20 @@ def byte_tokenizer(tags_are_tokens: bool = True) -> PreTrainedTokenizerFast:
 def tiny_model(tokenizer, seed: int = 0, **kwargs) -> LlamaForCausalLM:
     """A random Llama with two layers."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    sizes = dict(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=8192,
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        **kwargs,
+        **{**sizes, **kwargs},
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
@@ -124,6 +127,15 @@ def short_folder(short_tokenizer, tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("short"))
     tiny_model(short_tokenizer).save_pretrained(folder)
     short_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vllm_environment() -> Path:
+    """The environment that a `VllmServer` is started from; skips the test where there is none."""
+    folder = find_environment()
+    if folder is None:
+        pytest.skip(NO_ENVIRONMENT)
     return folder
 
 
