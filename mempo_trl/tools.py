@@ -3,11 +3,15 @@
 import asyncio
 import inspect
 import logging
+import queue
 import random
+import re
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -18,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 NO_RESULTS = "No results found for this query."
 """What a search tool returns when it worked and found nothing. It is counted as `tool/empty_frac`, never as an error."""
+MAX_CONCURRENCY = 64
+"""Calls of blocking tools that are under way at the same time, those that hang not counted."""
+MAX_HANGING = 256
+"""Calls that were given up and have not returned, above which no further call is made."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@|(?<=\w)\?[^\s'\"<>)\]]*=[^\s'\"<>)\]]*")
 
 
 class ToolError(RuntimeError):
@@ -86,9 +97,135 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:100]}…{text[-100:]}"
 
 
+def plain_text(text: str) -> str:
+    """
+    Foreign text as a tokenizer and a terminal can take it: half of a surrogate pair becomes `?`, every line break a
+    line feed, and every other control character, such as the escape of a terminal's commands, a space.
+    """
+    text = text.encode(errors="replace").decode()
+    return _CONTROL.sub(" ", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _cause_of(error: BaseException) -> str:
+    """One line about an error, for logs and records: not too long, and without what a URL may hold of secrets."""
+    try:
+        text = f"{type(error).__name__}: {error}"[:2000]
+    except Exception:  # an error of the user's whose text can't be made
+        text = type(error).__name__
+    text = _CREDENTIALS.sub(lambda match: "?***" if match[0][0] == "?" else "***@", " ".join(plain_text(text).split()))
+    return text if len(text) <= 500 else f"{text[:500]}…"
+
+
+def _as_text(result: Any) -> str:
+    if isinstance(result, (type(None), bytes, bytearray, memoryview, Awaitable, Iterator)):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise ToolError(f"the tool returned {type(result).__name__} instead of text")
+    text = plain_text(result if isinstance(result, str) else str(result))
+    if not text.strip():
+        raise ToolError("the tool returned an empty text")
+    return text
+
+
+# What a tool raises is handed over as a value: some exceptions (`StopIteration`, `CancelledError`, `SystemExit`) mean
+# something else to an event loop.
+
+
+def _attempt(tool: Callable, arguments: dict) -> tuple[str | None, BaseException | None]:
+    try:
+        return _as_text(tool(**arguments)), None
+    except BaseException as error:
+        return None, error
+
+
+async def _attempt_async(tool: Callable, arguments: dict) -> tuple[str | None, BaseException | None]:
+    try:
+        return _as_text(await tool(**arguments)), None
+    except BaseException as error:
+        return None, error
+
+
+class _Threads:
+    """
+    Threads for blocking tools, as many as there are calls at the same time. Unlike those of `concurrent.futures` they
+    are daemons, so that one that hangs keeps no process from ending.
+    """
+
+    def __init__(self, idle_seconds: float = 60.0):
+        self.idle_seconds = idle_seconds
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)  # threads that wait for a job which nobody has given them yet
+
+    def submit(self, function: Callable) -> Future:
+        job = (Future(), function)
+        if self._idle.acquire(blocking=False):
+            self._jobs.put(job)
+        else:
+            threading.Thread(target=self._work, args=(job,), name="mempo-tool", daemon=True).start()
+        return job[0]
+
+    def _work(self, job: tuple[Future, Callable]) -> None:
+        while True:
+            future, function = job
+            if future.set_running_or_notify_cancel():
+                future.set_result(function())
+            del job, future, function
+            self._idle.release()
+            try:
+                job = self._jobs.get(timeout=self.idle_seconds)
+            except queue.Empty:
+                if self._idle.acquire(blocking=False):
+                    return
+                job = self._jobs.get()  # it was promised to this thread just now
+
+
+class _EventLoop:
+    """
+    The event loop of async tools, in a thread of its own. It outlives a generation batch, so that a tool can keep its
+    connections, and where a tool blocks it, nothing but async tools waits.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="mempo-async-tools", daemon=True).start()
+            return self._loop
+
+    def abandon(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Leave a loop that a tool blocks; `False` if that was done before."""
+        with self._lock:
+            if self._loop is not loop:
+                return False
+            self._loop = None
+            return True
+
+
+_threads = _Threads()
+_event_loop = _EventLoop()
+
+
+async def _answer_of(future: Future, seconds: float) -> Any:
+    """The result of what runs in another thread; `None` if it takes too long, whatever it does with a cancellation."""
+    waiter = asyncio.wrap_future(future)
+    try:
+        done, _ = await asyncio.wait([waiter], timeout=seconds)
+        return waiter.result() if done else None
+    finally:
+        waiter.cancel()
+
+
 class Toolbox:
     """
     The tools of a run.
+
+    Blocking tools run in threads, async ones in an event loop of their own. A call that takes too long is given up; if
+    it doesn't even return, its thread is replaced, up to `MAX_HANGING` of them. Then further calls fail with the name
+    of the call that hangs longest.
 
     Args:
         tools (`list[Callable]`):
@@ -114,9 +251,9 @@ class Toolbox:
         self.timeout = timeout
         self.retries = retries
         self._parameters = {schema["function"]["name"]: _checked_schema(schema) for schema in self.schemas}
-        # An executor of our own: the event loop's default one is joined when the loop closes, so that one hanging
-        # tool would hold the trainer back.
-        self._executor = ThreadPoolExecutor(max_workers=64, thread_name_prefix="mempo-tool")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._hanging: dict[Future, tuple[str, float]] = {}  # calls that were given up, and since when they run
 
     def check(self, name: Any, arguments: Any) -> str | None:
         """
@@ -156,31 +293,61 @@ class Toolbox:
         """
         start = time.perf_counter()
         for attempt in range(self.retries + 1):
-            try:
-                text = await asyncio.wait_for(self._call_once(name, arguments), self.timeout)
+            text, cause = await self._call_once(name, arguments)
+            if text is not None:
                 return ToolResult(text, seconds=time.perf_counter() - start)
-            # A tool is the user's code and may raise anything; whatever it is, the rollout goes on and it is counted.
-            except Exception as error:
-                # A tool's own time-out says more, such as the address; the one of `wait_for` has no message.
-                timed_out = isinstance(error, asyncio.TimeoutError) and not str(error)
-                cause = f"no answer within {self.timeout:g} s" if timed_out else f"{type(error).__name__}: {error}"
-                logger.info("Tool %s failed (attempt %d of %d): %s", name, attempt + 1, self.retries + 1, cause)
+            logger.info("Tool %s failed (attempt %d of %d): %s", name, attempt + 1, self.retries + 1, cause)
             if attempt < self.retries:
                 await asyncio.sleep(2**attempt * random.uniform(0.5, 1.0))
         text = f"The call of {name} could not be made because of a technical problem. This does not mean that nothing exists."
         return ToolResult(text, error=cause, seconds=time.perf_counter() - start)
 
-    async def _call_once(self, name: str, arguments: dict) -> str:
-        tool = self.tools[name]
+    async def _call_once(self, name: str, arguments: dict) -> tuple[str | None, str | None]:
+        """The tool's text, or why there is none. A tool is the user's code: whatever it does, the rollout goes on."""
+        hanging = list(self._hanging.values())
+        if len(hanging) >= MAX_HANGING:
+            call, since = hanging[0]
+            return None, (
+                f"{len(hanging)} calls hang, for {time.monotonic() - since:.0f} s the oldest, {call}; no further call "
+                "is made. Give the tool a time-out of its own."
+            )
+        tool, start = self.tools[name], time.monotonic()
         if inspect.iscoroutinefunction(tool if inspect.isroutine(tool) else tool.__call__):
-            result = await tool(**arguments)
+            loop = _event_loop.get()
+            future = asyncio.run_coroutine_threadsafe(_attempt_async(tool, arguments), loop)
+            answer = await _answer_of(future, self.timeout)
+            if answer is None:
+                alive = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, True), loop)
+                if not await _answer_of(alive, min(self.timeout, 5.0)) and _event_loop.abandon(loop):
+                    self._note_hanging(alive, name, arguments, start)
         else:
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._executor, lambda: tool(**arguments))
-        if isinstance(result, (bytes, type(None))):
-            raise ToolError(f"the tool returned {type(result).__name__} instead of text")
-        text = result if isinstance(result, str) else str(result)
-        text = text.encode(errors="replace").decode()  # half of a surrogate pair is no text for a tokenizer
-        if not text.strip():
-            raise ToolError("the tool returned an empty text")
-        return text
+            async with self._thread_slots():
+                start = time.monotonic()
+                future = _threads.submit(partial(_attempt, tool, arguments))
+                answer = await _answer_of(future, self.timeout)
+            if answer is None:
+                self._note_hanging(future, name, arguments, start)
+        if answer is None:
+            return None, f"no answer within {self.timeout:g} s"
+        text, error = answer
+        return text, None if error is None else _cause_of(error)
+
+    def _thread_slots(self) -> asyncio.Semaphore:
+        # A semaphore belongs to an event loop, of which every generation batch has its own.
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._slots = asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENCY)
+        return self._slots
+
+    def _note_hanging(self, future: Future, name: str, arguments: dict, start: float) -> None:
+        self._hanging[future] = (call := f"{name}({_shorten(repr(arguments))})", start)
+        future.add_done_callback(lambda future: self._hanging.pop(future, None))
+        count = len(self._hanging)
+        if count and count & (count - 1) == 0:  # 1, 2, 4, …: not a line per call
+            logger.warning(
+                "%d calls of tools have not returned %g s after they were made, the last of them %s. At %d no further "
+                "call is made; give the tool a time-out of its own.",
+                count,
+                self.timeout,
+                call,
+                MAX_HANGING,
+            )

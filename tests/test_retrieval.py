@@ -17,6 +17,7 @@ from transformers.utils import get_json_schema
 from mempo_trl.retrieval.bm25 import BM25Retriever, split_words
 from mempo_trl.retrieval.document import Document, StoredDocuments, corpus_hash, read_corpus, split_contents
 from mempo_trl.retrieval.tool import NO_RESULTS, SearchTool
+from mempo_trl.tools import ToolError
 
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -424,6 +425,18 @@ def test_tool_finds_nothing(retriever):
 
     with pytest.raises(TimeoutError, match="no answer"):
         SearchTool(Broken())("q")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_tool_refuses_a_wrong_number_of_results(count):
+    """Passages that may belong to another query are not shown as found for this one."""
+
+    class Wrong:
+        def search(self, queries, top_k):
+            return [[Document("1", "A", "text")]] * count
+
+    with pytest.raises(ToolError, match=f"Wrong gave {count} lists of passages for 1 query"):
+        SearchTool(Wrong())("q")
 
 
 def test_tool_schema(retriever):

@@ -210,6 +210,21 @@ def test_corrupt_value(retriever, open_cache, value):
     assert len(retriever.asked) == 2
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_wrong_number_of_results_is_not_cached(open_cache, count):
+    """A retriever that answers with too few or too many lists fails the search, and none of them is kept."""
+
+    class Wrong(Retriever):
+        def search(self, queries, top_k):
+            return [passages("other", top_k)] * count
+
+    with pytest.raises(ToolError, match=f"Wrong gave {count} lists of passages for 2 queries"):
+        open_cache(Wrong()).search(["a", "b"], 2)
+    right = Retriever()
+    assert open_cache(right).search(["a", "b"], 2) == [passages("a"), passages("b")]
+    assert right.asked == [(["a", "b"], 2)]
+
+
 def test_nothing_is_unpickled(retriever, open_cache, tmp_path):
     """A pickle that someone put into the cache is not loaded, but replaced."""
     cached = open_cache(retriever)
@@ -269,6 +284,6 @@ def test_wrong_arguments(retriever, open_cache):
     with pytest.raises(TypeError, match="expected a list of queries"):
         cached.search("a", 2)
     retriever.search = lambda queries, top_k: []
-    with pytest.raises(ValueError):
+    with pytest.raises(ToolError):
         cached.search(["a"], 2)
     assert cached._in_flight == {} and json.dumps(cached.counters)

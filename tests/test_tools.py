@@ -1,4 +1,6 @@
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 
@@ -60,6 +62,19 @@ class SearchAsync(Search):
         return f"found {query} later"
 
 
+class Unprintable:
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+SCRUBBED = "OSError: 401 for https://***@host/find?*** ( [31mred)"
+
+
 @pytest.fixture
 def pauses(monkeypatch):
     """The pauses between attempts, recorded instead of waited for; back-off without jitter."""
@@ -89,9 +104,42 @@ def returning(*results):
             query: What to search for.
         """
         result = next(results)
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
+
+    return search
+
+
+def returning_later(*results):
+    """The same as an async tool."""
+    blocking = returning(*results)
+
+    async def search(query: str):
+        """
+        Searches.
+
+        Args:
+            query: What to search for.
+        """
+        await asyncio.sleep(0)
+        return blocking(query)
+
+    return search
+
+
+def hanging(event, timeout=60):
+    """A tool whose calls wait for an event."""
+
+    def search(query: str) -> str:
+        """
+        Hangs.
+
+        Args:
+            query: What to search for.
+        """
+        event.wait(timeout)
+        return query
 
     return search
 
@@ -218,18 +266,33 @@ def test_result_becomes_text(result, text):
     [
         (None, "ToolError: the tool returned NoneType instead of text"),
         (b"page", "ToolError: the tool returned bytes instead of text"),
+        (bytearray(b"page"), "ToolError: the tool returned bytearray instead of text"),
+        (iter(["page"]), "ToolError: the tool returned list_iterator instead of text"),
+        (Unprintable(), "ValueError: no text"),
         ("", "ToolError: the tool returned an empty text"),
         (" \n", "ToolError: the tool returned an empty text"),
+        ("\x00\x1b", "ToolError: the tool returned an empty text"),
         (ToolError("500 from http://localhost:1"), "ToolError: 500 from http://localhost:1"),
+        # These mean something to an event loop, or end a program.
+        (StopAsyncIteration(3), "StopAsyncIteration: 3"),
+        (asyncio.CancelledError("left"), "CancelledError: left"),
+        (SystemExit(2), "SystemExit: 2"),
+        (KeyboardInterrupt(), "KeyboardInterrupt:"),
+        (Unprintable(), "ValueError: no text"),
+        (UnprintableError(), "UnprintableError"),
+        # One line, in which neither a key nor a terminal's command is left.
+        (OSError("401 for\nhttps://me:pass@host/find?q=x&key=abc (\x1b[31mred)"), SCRUBBED),
+        (OSError("x" * 600), "OSError: " + "x" * 491 + "…"),
         (ValueError("no"), "ValueError: no"),
         (KeyError("result"), "KeyError: 'result'"),
         # A tool's own time-out names its server, and is not taken for ours.
         (TimeoutError("no answer from http://localhost:1"), "TimeoutError: no answer from http://localhost:1"),
     ],
 )
-def test_failure(result, cause):
+@pytest.mark.parametrize("made", [returning, returning_later])
+def test_failure(made, result, cause):
     """A failed call never raises: the model is told that it could not be made, which is not "nothing found"."""
-    outcome = run(Toolbox([returning(result)], retries=0))
+    outcome = run(Toolbox([made(result)], retries=0))
     assert outcome.error == cause
     assert outcome.text == (
         "The call of search could not be made because of a technical problem. This does not mean that nothing exists."
@@ -237,9 +300,23 @@ def test_failure(result, cause):
     assert not outcome.empty
 
 
-def test_half_a_character_in_a_result():
-    """Half of a surrogate pair in a page, which no tokenizer takes, is replaced."""
-    assert run(Toolbox([returning("a \ud83d b")], retries=0)).text == "a ? b"
+def test_stop_iteration():
+    """The one exception that can't be put into a future is a failure like any other."""
+    assert run(Toolbox([returning(StopIteration(3))], retries=0)).error == "StopIteration: 3"
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ("a \ud83d b", "a ? b"),  # half of a surrogate pair, which no tokenizer takes
+        ("a\r\nb\rc\n\td", "a\nb\nc\n\td"),
+        ("\x1b]0;title\x07\x1b[2Jred\x9b1m\x00", " ]0;title  [2Jred 1m "),  # what a terminal would obey
+        ("caf\xe9 \u202e \U0001f600 \ufffd", "caf\xe9 \u202e \U0001f600 \ufffd"),
+    ],
+)
+def test_characters_of_a_result(result, text):
+    """Control characters are taken out of a result, other characters are kept."""
+    assert run(Toolbox([returning(result)], retries=0)).text == text
 
 
 def test_retries(pauses):
@@ -256,22 +333,26 @@ def test_retries_are_limited(pauses):
     assert pauses == [1, 2]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_time_out(blocking):
-    """An attempt is given up after `timeout` seconds, whether the tool blocks its thread or awaits."""
+async def stubborn(query: str) -> str:
+    """
+    Goes on when it is cancelled.
+
+    Args:
+        query: What to search for.
+    """
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+
+@pytest.mark.parametrize("kind", ["blocking", "async", "blocking in async", "not cancelled"])
+def test_time_out(kind):
+    """An attempt is given up after `timeout` seconds, whatever the tool does meanwhile."""
     go_on = threading.Event()
 
-    def search(query: str) -> str:
-        """
-        Hangs.
-
-        Args:
-            query: What to search for.
-        """
-        go_on.wait(60)
-        return "too late"
-
-    async def hang(query: str) -> str:
+    async def wait(query: str) -> str:
         """
         Hangs.
 
@@ -279,16 +360,130 @@ def test_time_out(blocking):
             query: What to search for.
         """
         await asyncio.sleep(60)
-        return "too late"
 
+    async def block(query: str) -> str:
+        """
+        Hangs.
+
+        Args:
+            query: What to search for.
+        """
+        go_on.wait(60)
+
+    tool = {"blocking": hanging(go_on), "async": wait, "blocking in async": block, "not cancelled": stubborn}[kind]
     start = time.perf_counter()
-    tool = search if blocking else hang
-    result = run(Toolbox([tool], timeout=0.1, retries=0), tool.__name__)
+    toolbox = Toolbox([tool, search_async], timeout=0.1, retries=0)
+    result = run(toolbox, tool.__name__)
     # The event loop has ended as well: it did not wait for the thread that hangs.
     assert time.perf_counter() - start < 30
-    go_on.set()
     assert result.error == "no answer within 0.1 s"
     assert result.seconds >= 0.1
+    toolbox.timeout = 30  # nor do other async tools
+    assert run(toolbox, "search_async").text == "3 passages about cats"
+    go_on.set()
+
+
+def test_hanging_calls_hold_nobody_up(monkeypatch):
+    """A thread that hangs is replaced: with twice as many of them as there are threads, other calls are made at once."""
+    monkeypatch.setattr(tools, "MAX_CONCURRENCY", 2)
+    go_on = threading.Event()
+    toolbox = Toolbox([hanging(go_on), Search("find")], timeout=0.05, retries=0)
+
+    async def calls():
+        return await asyncio.gather(*(toolbox.call("search", {"query": str(i)}) for i in range(4)))
+
+    assert [result.error for result in asyncio.run(calls())] == ["no answer within 0.05 s"] * 4
+    toolbox.timeout = 30
+    assert run(toolbox, "find").text == "found cats"
+    go_on.set()
+
+
+def test_too_many_hanging_calls(monkeypatch, caplog):
+    """Beyond a number of hanging calls no further one is made, with the reason; once they return, calls go on."""
+    monkeypatch.setattr(tools, "MAX_HANGING", 4)
+    go_on = threading.Event()
+    toolbox = Toolbox([hanging(go_on), Search("find")], timeout=0.05, retries=0)
+    for i in range(4):
+        assert run(toolbox, query=f"q{i}").error == "no answer within 0.05 s"
+    result = run(toolbox, "find")
+    assert "4 calls hang, for " in result.error
+    assert "the oldest, search({'query': 'q0'}); no further call is made" in result.error
+    assert toolbox.tools["find"].queries == []
+    # A line for the first, the second and the fourth of them.
+    lines = [record.getMessage() for record in caplog.records]
+    assert [(line[0], line.split("the last of them ")[1][:24]) for line in lines] == [
+        ("1", "search({'query': 'q0'})."),
+        ("2", "search({'query': 'q1'})."),
+        ("4", "search({'query': 'q3'})."),
+    ]
+    go_on.set()
+    deadline = time.monotonic() + 30
+    while (result := run(toolbox, "find")).error and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert result.text == "found cats"
+
+
+def test_threads_end():
+    """A thread serves one call after the other and ends when it has had nothing to do for a while."""
+    threads = tools._Threads(idle_seconds=0.05)
+    before = threading.active_count()
+    names = {threads.submit(threading.current_thread).result(30) for _ in range(5)}
+    assert all(thread.daemon for thread in names)
+    for thread in names:
+        thread.join(30)
+    assert threading.active_count() <= before
+    assert threads.submit(lambda: "again").result(30) == "again"
+
+
+def test_process_ends_while_a_tool_hangs():
+    """A tool that never returns, blocking or async, does not keep the process from ending."""
+    code = """if True:
+        import asyncio, threading
+        from mempo_trl.tools import Toolbox
+
+        def hang(query: str) -> str:
+            '''
+            Hangs.
+
+            Args:
+                query: What to search for.
+            '''
+            threading.Event().wait()
+
+        async def hang_async(query: str) -> str:
+            '''
+            Hangs.
+
+            Args:
+                query: What to search for.
+            '''
+            threading.Event().wait()
+
+        toolbox = Toolbox([hang, hang_async], timeout=0.1, retries=0)
+        for name in toolbox.tools:
+            print(asyncio.run(toolbox.call(name, {"query": "x"})).error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "no answer within 0.1 s\n" * 2), done.stderr
+
+
+def test_async_tools_keep_their_event_loop():
+    """An async tool has the same event loop in every generation batch, so that its connections stay usable."""
+    loops = []
+
+    async def search(query: str) -> str:
+        """
+        Notes its event loop.
+
+        Args:
+            query: What to search for.
+        """
+        loops.append(asyncio.get_running_loop())
+        return query
+
+    toolbox = Toolbox([search], retries=0)
+    assert [run(toolbox).error for _ in range(2)] == [None, None]
+    assert loops[0] is loops[1]
 
 
 def test_calls_run_at_the_same_time():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import diskcache
 
+from ..tools import ToolError
 from .document import Document, Retriever
 
 
@@ -157,7 +158,11 @@ class CachedRetriever:
             self.counters["misses"] += len(missing)
         if not missing:
             return
-        for query, documents in zip(missing, self.retriever.search(missing, top_k), strict=True):
+        results = self.retriever.search(missing, top_k)
+        if len(results) != len(missing):  # before any of them is written under the wrong query
+            name = type(self.retriever).__name__
+            raise ToolError(f"{name} gave {len(results)} lists of passages for {len(missing)} queries")
+        for query, documents in zip(missing, results, strict=True):
             if documents:
                 self._write(keys[query], documents)
             own[query].set_result(documents)

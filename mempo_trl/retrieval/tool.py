@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from ..tools import NO_RESULTS
+from ..tools import NO_RESULTS, ToolError
 from .document import Document, Retriever
 
 
@@ -86,7 +86,10 @@ class SearchTool:
         Returns:
             `list[Document]`: Passages, the best first; empty when nothing was found.
         """
-        return self.retriever.search([query], self.top_k)[0]
+        results = self.retriever.search([query], self.top_k)
+        if len(results) != 1:  # passages of another query, perhaps
+            raise ToolError(f"{type(self.retriever).__name__} gave {len(results)} lists of passages for 1 query")
+        return results[0]
 
     def _cut(self, text: str) -> str:
         if self.max_passage_tokens is None:
