@@ -9,10 +9,10 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_before_delay, wait_random_exponential
@@ -26,11 +26,12 @@ from .token_spans import decode
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 BACK_OFF = wait_random_exponential(multiplier=0.5, max=10)
 _QUOTED = 500  # characters of a server's answer that an error message quotes
 
 
-class _Unavailable(Exception):
+class Unavailable(Exception):
     """A request that may work later."""
 
     def __init__(self, cause: str, retry_after: float = 0.0):
@@ -197,46 +198,53 @@ class EndpointGenerator(Generator):
         playing = _playing.get()
         body = {"model": self.model, "temperature": self.temperature, **body, **self.extra_body}
         body = {name: value for name, value in body.items() if value is not None}
-        retrying = AsyncRetrying(
-            stop=stop_before_delay(self.retry_seconds),
-            wait=_wait,
-            retry=retry_if_exception_type(_Unavailable),
-            before_sleep=lambda state: self._log_wait(playing.url, state),
-            reraise=True,
-        )
-        start = time.monotonic()
-        try:
-            data = await retrying(self._post, playing.url, body)
-        except _Unavailable as error:
-            raise GenerationError(
-                f"{playing.url} gave no turn within {time.monotonic() - start:.0f} s "
-                f"({retrying.statistics['attempt_number']} attempts; `retry_seconds` is {self.retry_seconds:g}). "
-                f"Last cause: {error}"
-            ) from None
+        data = await self._retry(playing.url, self._post, playing.url, body)
         self._down.discard(playing.url)
         usage = data.get("usage") or {}
         playing.prompt_tokens += usage.get("prompt_tokens") or 0
         playing.completion_tokens += usage.get("completion_tokens") or 0
         return data["choices"][0]
 
-    async def _post(self, url: str, body: dict) -> dict:
+    async def _retry(self, url: str, ask: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """The result of `ask(*args)`, which is called again while it raises [`Unavailable`] and there is time."""
+        retrying = AsyncRetrying(
+            stop=stop_before_delay(self.retry_seconds),
+            wait=_wait,
+            retry=retry_if_exception_type(Unavailable),
+            before_sleep=lambda state: self._log_wait(url, state),
+            reraise=True,
+        )
+        start = time.monotonic()
         try:
-            response = await self._client.post(f"{url}/{self.path}", json=body)
+            return await retrying(ask, *args)
+        except Unavailable as error:
+            raise GenerationError(
+                f"{url} gave no answer within {time.monotonic() - start:.0f} s "
+                f"({retrying.statistics['attempt_number']} attempts; `retry_seconds` is {self.retry_seconds:g}). "
+                f"Last cause: {error}"
+            ) from None
+
+    async def _send(self, url: str, path: str, body: dict) -> httpx.Response:
+        try:
+            return await self._client.post(f"{url}/{path}", json=body)
         except httpx.RequestError as error:
-            raise _Unavailable(self._hide(_cause(error))) from None
+            raise Unavailable(self._hide(_cause(error))) from None
+
+    async def _post(self, url: str, body: dict) -> dict:
+        response = await self._send(url, self.path, body)
         if response.status_code in (408, 429) or response.status_code >= 500:
-            raise _Unavailable(
+            raise Unavailable(
                 f"HTTP {response.status_code}: {self._hide(response.text)}".rstrip(": "), _retry_after(response)
             )
         if not response.is_success:
-            raise GenerationError(self._refusal(url, response))
+            await self._refused(url, response)
         try:
             data = response.json()
             reason = data["choices"][0]["finish_reason"]
         except (ValueError, LookupError, TypeError):
-            raise _Unavailable(f"an answer without a completion: {self._hide(response.text)!r}") from None
+            raise Unavailable(f"an answer without a completion: {self._hide(response.text)!r}") from None
         if reason in ("abort", "error"):  # the server was stopped, or gave the turn up
-            raise _Unavailable(f"the server gave the turn up (`finish_reason` is {reason!r})")
+            raise Unavailable(f"the server gave the turn up (`finish_reason` is {reason!r})")
         return data
 
     def _log_wait(self, url: str, state: RetryCallState) -> None:
@@ -250,6 +258,10 @@ class EndpointGenerator(Generator):
             state.outcome.exception(),
             self.retry_seconds,
         )
+
+    async def _refused(self, url: str, response: httpx.Response) -> None:
+        """What becomes of a request that a server won't answer: it raises."""
+        raise GenerationError(self._refusal(url, response))
 
     def _refusal(self, url: str, response: httpx.Response) -> str:
         return f"{url} answered with HTTP {response.status_code}: {self._hide(response.text)}"

@@ -255,7 +255,7 @@ def test_faults_that_pass(fault, caplog):
 def test_faults_that_stay():
     """After `retry_seconds` the rollout fails, with the server, the number of attempts and the last cause."""
     with StubServer(lambda request: Reply("out of order", 503)) as server:
-        with pytest.raises(GenerationError, match=rf"{server.port}/v1 gave no turn.*HTTP 503: out of order"):
+        with pytest.raises(GenerationError, match=rf"{server.port}/v1 gave no answer.*HTTP 503: out of order"):
             one(completions(server.url, retry_seconds=0.3))
     assert len(server.requests) > 1
 
