@@ -78,6 +78,9 @@ class MemPOConfig(GRPOConfig):
         max_tool_error_rate (`float`, *optional*, defaults to `0.5`):
             Fraction of finally failed tool calls in a generation batch above which training stops with an error. `1.0`
             never stops.
+        vllm_server_urls (`list[str]`, *optional*):
+            Base URLs of several vLLM servers, instead of `vllm_server_base_url`, for training an adapter with
+            `use_vllm` and `vllm_mode="server"`. Each serves the base model; a rollout stays on one of them.
 
         > Parameters that control the memory reward
 
@@ -188,6 +191,14 @@ class MemPOConfig(GRPOConfig):
         metadata={
             "help": "Fraction of finally failed tool calls in a generation batch above which training stops. 1.0 "
             "never stops."
+        },
+    )
+
+    vllm_server_urls: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Base URLs of several vLLM servers, instead of vllm_server_base_url, for training an adapter with "
+            "vllm_mode 'server'."
         },
     )
 
@@ -312,6 +323,22 @@ class MemPOConfig(GRPOConfig):
                 f"`max_tool_calling_iterations` is {self.max_tool_calling_iterations}, which belongs to TRL's own tool "
                 "loop; set `max_turns` instead."
             )
+        # TRL's trainer looks at this where it builds its own client.
+        if self.loss_type == "vespo" and self.use_vllm and self.vllm_importance_sampling_correction:
+            _choose(
+                "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, ("token_truncate", "token_mask")
+            )
+        if self.vllm_server_urls is not None:
+            if not self.use_vllm or self.vllm_mode != "server":
+                raise ValueError(
+                    f"`vllm_server_urls` is {self.vllm_server_urls}, but `use_vllm` is {self.use_vllm} and `vllm_mode` "
+                    f"is {self.vllm_mode!r}; set `use_vllm=True` and `vllm_mode='server'`."
+                )
+            if not self.vllm_server_urls or self.vllm_server_base_url is not None:
+                raise ValueError(
+                    f"`vllm_server_urls` is {self.vllm_server_urls} and `vllm_server_base_url` is "
+                    f"{self.vllm_server_base_url!r}; give the servers in one of them."
+                )
         if not isinstance(self.alarm_thresholds, dict | None):
             raise ValueError(
                 f"`alarm_thresholds` is {self.alarm_thresholds!r}; give a JSON object such as "

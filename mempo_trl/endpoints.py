@@ -1,5 +1,6 @@
 """Generators that talk to servers: each turn is a request of its own, and no rollout waits for another one."""
 
+import asyncio
 import email.utils
 import json
 import logging
@@ -224,18 +225,22 @@ class EndpointGenerator(Generator):
                 f"Last cause: {error}"
             ) from None
 
-    async def _send(self, url: str, path: str, body: dict) -> httpx.Response:
+    async def _send(self, url: str, path: str, body: dict | None = None) -> httpx.Response:
+        """An answer of a server, whatever its status: a POST with a body, a GET without one."""
         try:
-            return await self._client.post(f"{url}/{path}", json=body)
+            return await self._client.request("GET" if body is None else "POST", f"{url}/{path}", json=body)
         except httpx.RequestError as error:
             raise Unavailable(self._hide(_cause(error))) from None
 
-    async def _post(self, url: str, body: dict) -> dict:
-        response = await self._send(url, self.path, body)
+    def _look_for_outage(self, response: httpx.Response) -> None:
         if response.status_code in (408, 429) or response.status_code >= 500:
             raise Unavailable(
                 f"HTTP {response.status_code}: {self._hide(response.text)}".rstrip(": "), _retry_after(response)
             )
+
+    async def _post(self, url: str, body: dict) -> dict:
+        response = await self._send(url, self.path, body)
+        self._look_for_outage(response)
         if not response.is_success:
             await self._refused(url, response)
         try:
@@ -301,6 +306,27 @@ class CompletionsGenerator(EndpointGenerator):
         super().__init__(urls, model, **kwargs)
         self.eos_token_ids = eos_token_ids
         self.seed = seed
+
+    async def served_models(self) -> list[dict]:
+        """
+        What each server serves, as soon as it is up.
+
+        Returns:
+            `list[dict]`: The first entry of each server's `/v1/models`, with `id` and, from vLLM, `max_model_len`.
+
+        Raises:
+            GenerationError: If a server isn't up within `retry_seconds`, or doesn't list its models.
+        """
+        async with self._open_client() as self._client:
+            return list(await asyncio.gather(*[self._retry(url, self._served_model, url) for url in self.urls]))
+
+    async def _served_model(self, url: str) -> dict:
+        response = await self._send(url, "models")
+        self._look_for_outage(response)
+        try:
+            return response.raise_for_status().json()["data"][0]
+        except (httpx.HTTPStatusError, ValueError, LookupError, TypeError):
+            raise GenerationError(f"{self._refusal(url, response)}. Expected the list of its models.") from None
 
     async def generate(self, prompt_ids: list[int], rollout: Rollout | None = None) -> Generation:
         turn = 0 if rollout is None else len(rollout.turns)

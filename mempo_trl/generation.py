@@ -43,6 +43,9 @@ class Generator:
     max_concurrency: int | None = None
     """Rollouts that [`~Generator.run`] plays at the same time; `None` for all."""
 
+    on_rollout: Callable[[], None] | None = None
+    """Called by [`~Generator.run`] after each rollout, for a progress bar."""
+
     async def generate(self, prompt_ids: list[int], rollout: "Rollout | None" = None) -> Generation:
         """
         Sample one turn.
@@ -78,6 +81,8 @@ class Generator:
         async def work() -> None:
             for i, rollout, number in waiting:
                 results[i] = await self._play(rollout, number)
+                if self.on_rollout is not None:
+                    self.on_rollout()
 
         count = len(rollouts) if self.max_concurrency is None else min(self.max_concurrency, len(rollouts))
         workers = [asyncio.ensure_future(work()) for _ in range(count)]

@@ -21,10 +21,13 @@ from .batching import batch_by_length, split_to_count
 from .comb import choose_scorer
 from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
+from .endpoints import CompletionsGenerator
 from .generation import BatchGenerator, run_in_event_loop
 from .memory_reward import MemoryRewardCallback, RolloutCallback
 from .model_card import complete_model_card
 from .monitoring import RolloutWriter, rollout_record, rollout_statistics, total_tokens
+from .policy_servers import AdapterGenerator, check_adapter, policy_generator
+from .processes import on_all_processes
 from .protocol import Protocol, load_chat_template
 from .retrieval.cache import CachedRetriever
 from .retrieval.tool import SearchTool
@@ -157,6 +160,19 @@ class MemPOTrainer(GRPOTrainer):
         for name, dataset in _named_datasets(train_dataset, eval_dataset).items():
             check_dataset(dataset, name, needs_answers=self._needs_answers)
 
+        # With `vllm_mode="server"` every turn is a request of its own. An adapter goes to the servers as it is; only the
+        # weights of a full model go there by TRL's client.
+        uses_server = args.use_vllm and args.vllm_mode == "server"
+        adapter_config = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else peft_config
+        serves_adapter = uses_server and adapter_config is not None
+        if serves_adapter:
+            check_adapter(adapter_config)
+            args.use_vllm = False
+        elif args.vllm_server_urls is not None:
+            raise ValueError(
+                f"`vllm_server_urls` is {args.vllm_server_urls}: several servers take an adapter only. Pass a "
+                "`peft_config`, or train the full model with one server (`vllm_server_base_url`)."
+            )
         super().__init__(
             model=model,
             reward_funcs=[exact_match_reward] if reward_funcs is None else reward_funcs,
@@ -171,6 +187,8 @@ class MemPOTrainer(GRPOTrainer):
             peft_config=peft_config,
         )
 
+        if serves_adapter:
+            args.use_vllm = self.use_vllm = True  # what it samples is corrected for in the loss
         # The model may declare more ids that end a turn than the tokenizer does.
         self.protocol.set_eos_token_ids(self.eos_token_ids)
         # A cut turn is one turn of a rollout here, and not always the end of a row: the sequences take care of it.
@@ -180,6 +198,13 @@ class MemPOTrainer(GRPOTrainer):
         max_length = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
         if args.use_vllm and args.vllm_max_model_length is not None:
             max_length = args.vllm_max_model_length
+        self._server: CompletionsGenerator | None = None
+        if uses_server:
+            self._server, served_length = policy_generator(
+                args, self.eos_token_ids, serves_adapter, self.accelerator.process_index
+            )
+            max_length = min(filter(None, (max_length, served_length)), default=None)
+        self._generated_at = (-1, 0)  # step of the last generation batch, and batches before it in this step
         if self._max_prompt_length is None and max_length is not None:
             self._max_prompt_length = max_length - self.max_completion_length
             if self._max_prompt_length < 1:
@@ -278,24 +303,18 @@ class MemPOTrainer(GRPOTrainer):
             leave=False,
             disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
         )
-        turn = 0
-
-        def on_turn(live: int, total: int) -> None:
-            nonlocal turn
-            turn += 1
-            bar.set_postfix(turn=turn, live=live, refresh=False)
-            bar.update(total - live - bar.n)
-            bar.refresh()
-
-        generator = BatchGenerator(
-            self._generate_turns,
-            max_completion_length=self.max_completion_length,
-            eos_token_ids=self.eos_token_ids,
-            reduce_max=self._reduce_max,
-            dummy_prompt=[self.eos_token_ids[0]],
-            equal_counts=self.use_vllm,
-            on_turn=on_turn,
-        )
+        if self._server is None:
+            generator = self._turn_batches(bar)
+        else:
+            self._sync_servers()
+            step, batch = self.state.global_step, 0
+            if step == self._generated_at[0]:
+                batch = self._generated_at[1] + 1
+            self._generated_at = (step, batch)
+            mode = "train" if self.model.training else "eval"
+            generator = self._server
+            generator.seed = f"{self.args.seed}/{mode}/{step}/{batch}"  # those of the step: a resumed run has the same
+            generator.on_rollout = bar.update
         rollouts = [
             play(
                 row["question"],
@@ -308,8 +327,41 @@ class MemPOTrainer(GRPOTrainer):
             )
             for row in self._rows
         ]
+        start = self.accelerator.process_index * len(rollouts)
+        numbers = list(range(start, start + len(rollouts)))
         with bar:
-            return run_in_event_loop(generator.run(rollouts))
+            return on_all_processes(lambda: run_in_event_loop(generator.run(rollouts, numbers)))
+
+    def _sync_servers(self) -> None:
+        """The policy as it is now to the servers."""
+        mode = "train" if self.model.training else "eval"
+        start = time.perf_counter()
+        if isinstance(self._server, AdapterGenerator):
+            self._server.sync(self.model, self.model_wrapped, self.accelerator)
+        elif self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+        self._metrics[mode]["time/sync"].append(time.perf_counter() - start)
+
+    def _turn_batches(self, bar: tqdm) -> BatchGenerator:
+        turn = 0
+
+        def on_turn(live: int, total: int) -> None:
+            nonlocal turn
+            turn += 1
+            bar.set_postfix(turn=turn, live=live, refresh=False)
+            bar.update(total - live - bar.n)
+            bar.refresh()
+
+        return BatchGenerator(
+            self._generate_turns,
+            max_completion_length=self.max_completion_length,
+            eos_token_ids=self.eos_token_ids,
+            reduce_max=self._reduce_max,
+            dummy_prompt=[self.eos_token_ids[0]],
+            equal_counts=self.use_vllm,
+            on_turn=on_turn,
+        )
 
     def _generate_turns(self, prompts: list[list[int]], idle: bool) -> tuple[list[list[int]], list | None]:
         if not idle or self.use_vllm:
