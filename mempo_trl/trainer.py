@@ -220,6 +220,8 @@ class MemPOTrainer(GRPOTrainer):
             self.add_callback(AlarmCallback())
         self._timer = StepTimer(step_phases(args), device_clock(self.accelerator.device))
         self.add_callback(TimingCallback(self._timer, self._metrics["train"]))
+        if self._server is not None:
+            self._server.generate = within(self._timer.generating, self._server.generate)
         self._rollout_writer = RolloutWriter(f"{args.output_dir}/rollouts", self.accelerator.process_index)
         searches = [tool for tool in self.toolbox.tools.values() if isinstance(tool, SearchTool)]
         self._caches = [tool.retriever for tool in searches if isinstance(tool.retriever, CachedRetriever)]
@@ -306,7 +308,8 @@ class MemPOTrainer(GRPOTrainer):
         if self._server is None:
             generator = self._turn_batches(bar)
         else:
-            self._sync_servers()
+            with self._timer.phase("sync"):
+                self._sync_servers()
             step, batch = self.state.global_step, 0
             if step == self._generated_at[0]:
                 batch = self._generated_at[1] + 1
@@ -334,14 +337,11 @@ class MemPOTrainer(GRPOTrainer):
 
     def _sync_servers(self) -> None:
         """The policy as it is now to the servers."""
-        mode = "train" if self.model.training else "eval"
-        start = time.perf_counter()
         if isinstance(self._server, AdapterGenerator):
             self._server.sync(self.model, self.model_wrapped, self.accelerator)
         elif self.state.global_step != self._last_loaded_step:
             self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
-        self._metrics[mode]["time/sync"].append(time.perf_counter() - start)
 
     def _turn_batches(self, bar: tqdm) -> BatchGenerator:
         turn = 0
