@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .advantages import standardize_memory_rewards, token_advantages
 from .alarms import AlarmCallback
-from .batching import batch_by_length, split_to_count
+from .batching import batch_by_length, forward_by_length, split_to_count
 from .comb import choose_scorer
 from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
@@ -473,32 +474,11 @@ class MemPOTrainer(GRPOTrainer):
         self._metrics["train" if self.model.training else "eval"]["sequences/padding_frac"].append(
             1 - tokens / forwarded
         )
-        completion_lengths = attention_mask[:, -logits_to_keep:].sum(dim=1).tolist()  # (B,)
-        ends = [input_ids.size(1) - logits_to_keep + length for length in completion_lengths]
-        per_row: list = [None] * len(lengths)
-        aux_losses = []
-        for rows in batches:
-            width, keep = lengths[rows[0]], max(completion_lengths[row] for row in rows)
-            # A row's tokens lie together, prompt and completion: here they end together.
-            ids = input_ids.new_full((len(rows), width), self._tokenizer.pad_token_id)
-            mask = torch.zeros_like(ids)
-            for i, row in enumerate(rows):
-                ids[i, width - lengths[row] :] = input_ids[row, ends[row] - lengths[row] : ends[row]]
-                mask[i, width - lengths[row] :] = 1
-            logps, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, ids, mask, keep, **kwargs)
-            aux_losses.append(aux_loss)
-            for i, row in enumerate(rows):
-                start = keep - completion_lengths[row]
-                padding = (0, logits_to_keep - completion_lengths[row])
-                per_row[row] = [
-                    None if values is None else torch.nn.functional.pad(values[i, start:], padding)
-                    for values in (logps, entropies)
-                ]
-        logps, entropies = (
-            None if column[0] is None else torch.stack(column) for column in zip(*per_row, strict=True)
+        forward = partial(super()._get_per_token_logps_and_entropies, model, **kwargs)
+        logps, entropies, aux_loss = forward_by_length(
+            forward, input_ids, attention_mask, logits_to_keep, batches, self._tokenizer.pad_token_id
         )
         self._policy_logps = logps
-        aux_loss = None if aux_losses[0] is None else torch.stack(aux_losses).mean()
         return logps, entropies, aux_loss  # (B, C), (B, C), ()
 
     def _compute_loss(self, model, inputs):
