@@ -116,7 +116,8 @@ def _cause_of(error: BaseException) -> str:
     return text if len(text) <= 500 else f"{text[:500]}…"
 
 
-def _as_text(result: Any) -> str:
+def as_text(result: Any) -> str:
+    """What a tool returned, as text for the model; raises a [`ToolError`] where it is none."""
     if isinstance(result, (type(None), bytes, bytearray, memoryview, Awaitable, Iterator)):
         if inspect.iscoroutine(result):
             result.close()
@@ -131,16 +132,16 @@ def _as_text(result: Any) -> str:
 # something else to an event loop.
 
 
-def _attempt(tool: Callable, arguments: dict) -> tuple[str | None, BaseException | None]:
+def _attempt(tool: Callable, arguments: dict, read: Callable) -> tuple[Any, BaseException | None]:
     try:
-        return _as_text(tool(**arguments)), None
+        return read(tool(**arguments)), None
     except BaseException as error:
         return None, error
 
 
-async def _attempt_async(tool: Callable, arguments: dict) -> tuple[str | None, BaseException | None]:
+async def _attempt_async(tool: Callable, arguments: dict, read: Callable) -> tuple[Any, BaseException | None]:
     try:
-        return _as_text(await tool(**arguments)), None
+        return read(await tool(**arguments)), None
     except BaseException as error:
         return None, error
 
@@ -278,7 +279,7 @@ class Toolbox:
             return f"wrong arguments for {name}: {_shorten(error.message)}"
         return None
 
-    async def call(self, name: str, arguments: dict) -> ToolResult:
+    async def call(self, name: str, arguments: dict, attempt: Callable | None = None) -> ToolResult:
         """
         Call a tool. A failure never raises: after the last retry it becomes a result that says so.
 
@@ -287,23 +288,42 @@ class Toolbox:
                 Name of a tool.
             arguments (`dict`):
                 Arguments that passed [`~Toolbox.check`].
+            attempt (`Callable`, *optional*):
+                `await attempt(name, arguments)`, called as often as needed. Defaults to [`~Toolbox.attempt`].
 
         Returns:
             [`ToolResult`]
         """
         start = time.perf_counter()
-        for attempt in range(self.retries + 1):
-            text, cause = await self._call_once(name, arguments)
+        for number in range(self.retries + 1):
+            text, cause = await (attempt or self.attempt)(name, arguments)
             if text is not None:
                 return ToolResult(text, seconds=time.perf_counter() - start)
-            logger.info("Tool %s failed (attempt %d of %d): %s", name, attempt + 1, self.retries + 1, cause)
-            if attempt < self.retries:
-                await asyncio.sleep(2**attempt * random.uniform(0.5, 1.0))
+            logger.info("Tool %s failed (attempt %d of %d): %s", name, number + 1, self.retries + 1, cause)
+            if number < self.retries:
+                await asyncio.sleep(2**number * random.uniform(0.5, 1.0))
         text = f"The call of {name} could not be made because of a technical problem. This does not mean that nothing exists."
         return ToolResult(text, error=cause, seconds=time.perf_counter() - start)
 
-    async def _call_once(self, name: str, arguments: dict) -> tuple[str | None, str | None]:
-        """The tool's text, or why there is none. A tool is the user's code: whatever it does, the rollout goes on."""
+    async def attempt(
+        self, name: str, arguments: dict, tool: Callable | None = None, read: Callable[[Any], Any] = as_text
+    ) -> tuple[Any, str | None]:
+        """
+        Call a tool once. It is the user's code: whatever it does, the rollout goes on.
+
+        Args:
+            name (`str`):
+                Name of a tool.
+            arguments (`dict`):
+                Its arguments.
+            tool (`Callable`, *optional*):
+                What is called. Defaults to the tool of that name.
+            read (`Callable`, *optional*, defaults to [`as_text`]):
+                Makes the result of what was returned.
+
+        Returns:
+            `tuple`: The result, or `None` and the cause.
+        """
         hanging = list(self._hanging.values())
         if len(hanging) >= MAX_HANGING:
             call, since = hanging[0]
@@ -311,10 +331,10 @@ class Toolbox:
                 f"{len(hanging)} calls hang, for {time.monotonic() - since:.0f} s the oldest, {call}; no further call "
                 "is made. Give the tool a time-out of its own."
             )
-        tool, start = self.tools[name], time.monotonic()
+        tool, start = tool or self.tools[name], time.monotonic()
         if inspect.iscoroutinefunction(tool if inspect.isroutine(tool) else tool.__call__):
             loop = _event_loop.get()
-            future = asyncio.run_coroutine_threadsafe(_attempt_async(tool, arguments), loop)
+            future = asyncio.run_coroutine_threadsafe(_attempt_async(tool, arguments, read), loop)
             answer = await _answer_of(future, self.timeout)
             if answer is None:
                 alive = asyncio.run_coroutine_threadsafe(asyncio.sleep(0, True), loop)
@@ -323,14 +343,14 @@ class Toolbox:
         else:
             async with self._thread_slots():
                 start = time.monotonic()
-                future = _threads.submit(partial(_attempt, tool, arguments))
+                future = _threads.submit(partial(_attempt, tool, arguments, read))
                 answer = await _answer_of(future, self.timeout)
             if answer is None:
                 self._note_hanging(future, name, arguments, start)
         if answer is None:
             return None, f"no answer within {self.timeout:g} s"
-        text, error = answer
-        return text, None if error is None else _cause_of(error)
+        result, error = answer
+        return result, None if error is None else _cause_of(error)
 
     def _thread_slots(self) -> asyncio.Semaphore:
         # A semaphore belongs to an event loop, of which every generation batch has its own.

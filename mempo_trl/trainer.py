@@ -31,6 +31,7 @@ from .policy_servers import AdapterGenerator, check_adapter, policy_generator
 from .processes import on_all_processes
 from .protocol import Protocol, load_chat_template
 from .retrieval.cache import CachedRetriever
+from .retrieval.sharing import SharedSearches
 from .retrieval.tool import SearchTool
 from .rewards import exact_match_reward
 from .rollout import Rollout, play
@@ -229,6 +230,7 @@ class MemPOTrainer(GRPOTrainer):
         self._cache_counts = (0, 0)  # hits and queries when they were last logged
         # The generation batch in work: rows, rollouts and the sequences they gave.
         self._rows: list[dict] = []
+        self._searches = SharedSearches(self.toolbox)
         self._rollouts: list[Rollout] = []
         self._rewards: list[dict[str, float]] = []
         self._sequences: list[Sequence] = []
@@ -319,13 +321,15 @@ class MemPOTrainer(GRPOTrainer):
             generator = self._server
             generator.seed = f"{self.args.seed}/{mode}/{step}/{batch}"  # those of the step: a resumed run has the same
             generator.on_rollout = bar.update
+        self._searches = SharedSearches(self.toolbox)
+        call_tool = within(self._timer.searching, self._searches.call)
         rollouts = [
             play(
                 row["question"],
                 row["golden_answers"],
                 protocol=self.protocol,
                 generator=generator,
-                call_tool=within(self._timer.searching, self.toolbox.call),
+                call_tool=call_tool,
                 max_turns=self.args.max_turns,
                 max_prompt_length=self._max_prompt_length,
             )
@@ -505,6 +509,7 @@ class MemPOTrainer(GRPOTrainer):
         metrics, device = self._metrics[mode], self.accelerator.device
         statistics = rollout_statistics(self._rollouts)
         statistics["sequences/per_rollout"] = (num_sequences, len(self._rollouts))
+        statistics["tool/shared_frac"] = (self._searches.shared, self._searches.searches)
         hits = sum(cache.counters["hits"] for cache in self._caches)
         queries = hits + sum(cache.counters["misses"] for cache in self._caches)
         statistics["tool/cache_hit_frac"] = (hits - self._cache_counts[0], queries - self._cache_counts[1])

@@ -64,6 +64,8 @@ def test_search_tool_of_a_server(mempo_server, tmp_path):
         assert tool("cat") == tool("cat") == local("cat")
         assert tool.retriever.counters["misses"] == searched
         assert tool.retriever.corpus_hash == local.retriever.corpus_hash == index.corpus_hash
+        # A server takes a list in one request; BM25 would search it in one thread, query after query.
+        assert (tool.max_batch, local.max_batch) == (64, 1)
         tool.retriever.close()
 
 

@@ -407,8 +407,9 @@ def test_cache_hits_are_counted_per_batch(short_folder, tmp_path):
     """`tool/cache_hit_frac` is that of the searches since it was last logged, not of the whole run."""
     corpus = [Document("1", "Anna", "Anna has a cat."), Document("2", "Berta", "Berta has a dog.")]
     search = SearchTool(CachedRetriever(BM25Retriever.from_corpus(corpus), tmp_path / "cache", source="test"))
-    # First batch: Anna twice (one search, one hit); second batch: Anna and Berta (one hit, one search).
+    # First batch: Anna twice, which is one search and shared; second batch: Anna and Berta (one hit, one search).
     rollouts = [[call("Anna"), "<mem>m</mem><answer>cat</answer>"]] * 3
     rollouts += [[call("Berta"), "<mem>m</mem><answer>cat</answer>"]]
     trainer = train(short_folder, tmp_path, script_of(*rollouts), tools=[search], max_steps=2)
-    assert [log["tool/cache_hit_frac"] for log in trainer.state.log_history[:2]] == [0.5, 0.5]
+    assert [log["tool/shared_frac"] for log in trainer.state.log_history[:2]] == [0.5, 0.0]
+    assert [log["tool/cache_hit_frac"] for log in trainer.state.log_history[:2]] == [0.0, 0.5]

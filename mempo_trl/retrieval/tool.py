@@ -19,6 +19,9 @@ class SearchTool:
             Length to which the text of each passage is cut, in tokens. By default it is not cut.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             Fast tokenizer that counts them, required with `max_passage_tokens`.
+        max_batch (`int`, *optional*, defaults to `1`):
+            Highest number of searches of a turn that training gives to the retriever as one list, instead of one by
+            one at the same time. More is faster for a dense index and for a server that takes lists.
 
     Example:
 
@@ -37,9 +40,12 @@ class SearchTool:
         top_k: int = 3,
         max_passage_tokens: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        max_batch: int = 1,
     ):
         if top_k < 1:
             raise ValueError(f"got top_k={top_k}, expected at least 1.")
+        if max_batch < 1:
+            raise ValueError(f"got max_batch={max_batch}, expected at least 1.")
         if max_passage_tokens is not None:
             if max_passage_tokens < 1:
                 raise ValueError(f"got max_passage_tokens={max_passage_tokens}, expected at least 1 or `None`.")
@@ -56,6 +62,7 @@ class SearchTool:
         self.top_k = top_k
         self.max_passage_tokens = max_passage_tokens
         self.tokenizer = tokenizer
+        self.max_batch = max_batch
 
     def __call__(self, query: str) -> str:
         """
@@ -67,13 +74,7 @@ class SearchTool:
         Returns:
             The passages found, each with its title.
         """
-        documents = self.search(query)
-        if not documents:
-            return NO_RESULTS
-        return "\n".join(
-            f"Doc {i}(Title: {document.title}) {self._cut(document.text)}"
-            for i, document in enumerate(documents, start=1)
-        )
+        return self._render(self.search(query))
 
     def search(self, query: str) -> list[Document]:
         """
@@ -86,10 +87,35 @@ class SearchTool:
         Returns:
             `list[Document]`: Passages, the best first; empty when nothing was found.
         """
-        results = self.retriever.search([query], self.top_k)
-        if len(results) != 1:  # passages of another query, perhaps
-            raise ToolError(f"{type(self.retriever).__name__} gave {len(results)} lists of passages for 1 query")
-        return results[0]
+        return self._search([query])[0]
+
+    def answer(self, queries: list[str]) -> list[str]:
+        """
+        Answers several calls with one search.
+
+        Args:
+            queries (`list[str]`):
+                Search strings.
+
+        Returns:
+            `list[str]`: What a call would return for each.
+        """
+        return [self._render(documents) for documents in self._search(queries)]
+
+    def _search(self, queries: list[str]) -> list[list[Document]]:
+        results = self.retriever.search(queries, self.top_k)
+        if len(results) != len(queries):  # passages of another query, perhaps
+            asked = "1 query" if len(queries) == 1 else f"{len(queries)} queries"
+            raise ToolError(f"{type(self.retriever).__name__} gave {len(results)} lists of passages for {asked}")
+        return results
+
+    def _render(self, documents: list[Document]) -> str:
+        if not documents:
+            return NO_RESULTS
+        return "\n".join(
+            f"Doc {i}(Title: {document.title}) {self._cut(document.text)}"
+            for i, document in enumerate(documents, start=1)
+        )
 
     def _cut(self, text: str) -> str:
         if self.max_passage_tokens is None:

@@ -23,7 +23,7 @@ from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from mempo_trl.retrieval.bm25 import BM25Retriever
 from mempo_trl.retrieval.cache import CachedRetriever
 from mempo_trl.retrieval.document import Retriever
-from mempo_trl.retrieval.http import DIALECTS, HTTPRetriever
+from mempo_trl.retrieval.http import DIALECTS, MAX_BATCH, HTTPRetriever
 from mempo_trl.retrieval.index import load_index
 from mempo_trl.retrieval.manifest import MANIFEST
 from mempo_trl.retrieval.tool import SearchTool
@@ -101,9 +101,11 @@ def make_search_tool(args: RetrievalArguments, tokenizer: PreTrainedTokenizerBas
         ValueError: If not exactly one place to search is given, or if it is none.
     """
     retriever, source = _make_retriever(args)
+    # BM25 searches the queries of a list one by one, and the web has a request for each.
+    max_batch = 1 if isinstance(retriever, (BM25Retriever, WebRetriever)) else MAX_BATCH
     if args.search_cache_dir is not None:
         retriever = CachedRetriever(retriever, args.search_cache_dir, source)
-    return SearchTool(retriever, args.retrieval_top_k, args.max_passage_tokens, tokenizer)
+    return SearchTool(retriever, args.retrieval_top_k, args.max_passage_tokens, tokenizer, max_batch)
 
 
 def _make_retriever(args: RetrievalArguments) -> tuple[Retriever, str]:
