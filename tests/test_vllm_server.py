@@ -134,6 +134,18 @@ def test_refused(server):
         sample(generator, PROMPTS[:1])
 
 
+def test_start_fails(vllm_environment, tmp_path):
+    """A server that can't serve the model is an error with its words when it is started, and leaves nothing behind."""
+    tiny_model(byte_tokenizer()).save_pretrained(tmp_path)  # heads of 8
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"(?s)first completion.*Unsupported CPU attention configuration: head_dim=8"
+    ):
+        VllmServer(tmp_path, max_model_len=512, log_file=tmp_path / "server.log")
+    processes = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in processes if str(tmp_path) in (command or [])]
+
+
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 def test_restart(server, way, caplog):
     """
