@@ -114,6 +114,9 @@ class MemPOConfig(GRPOConfig):
         max_tokens_per_microbatch (`int`, *optional*, defaults to `16384`):
             Tokens per forward pass of the loss, the old policy and the reference. Sequences of like length share one,
             padding included; the loss and its gradients are those of the whole micro-batch.
+        recompute_forwards (`bool`, *optional*, defaults to `False`):
+            Whether the backward pass repeats each of these forwards instead of keeping what they computed. The memory of
+            a micro-batch is then that of one forward, whatever the number of turns, for the time of another forward.
 
         > Parameters that control the logging
 
@@ -256,6 +259,13 @@ class MemPOConfig(GRPOConfig):
     max_tokens_per_microbatch: int = field(
         default=16384,
         metadata={"help": "Tokens per forward pass of the loss, the old policy and the reference."},
+    )
+    recompute_forwards: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the backward pass repeats each forward instead of keeping what it computed: the memory of "
+            "one forward, whatever the number of turns, for the time of another forward."
+        },
     )
 
     # Parameters that control the logging

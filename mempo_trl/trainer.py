@@ -3,14 +3,17 @@
 import math
 import textwrap
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
+from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
@@ -214,6 +217,14 @@ class MemPOTrainer(GRPOTrainer):
                     f"`max_completion_length` is {self.max_completion_length}, but the model takes {max_length} tokens "
                     "in all; lower it."
                 )
+        if args.recompute_forwards and self.accelerator.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        ):
+            raise ValueError(
+                f"`recompute_forwards` doesn't work with {self.accelerator.distributed_type.value}, which gathers weights "
+                "around each forward. Lower `per_device_train_batch_size` or use `gradient_checkpointing` instead."
+            )
         self._scorer_type = choose_scorer(self.model, args.memory_scoring)
         if not any(isinstance(callback, MemoryRewardCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryRewardCallback())
@@ -479,6 +490,10 @@ class MemPOTrainer(GRPOTrainer):
             1 - tokens / forwarded
         )
         forward = partial(super()._get_per_token_logps_and_entropies, model, **kwargs)
+        if self.args.recompute_forwards and torch.is_grad_enabled():
+            # A repeated forward must not tell DDP that another backward is about to begin.
+            contexts = partial(_recompute_contexts, self.accelerator, model)
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         logps, entropies, aux_loss = forward_by_length(
             forward, input_ids, attention_mask, logits_to_keep, batches, self._tokenizer.pad_token_id
         )
@@ -582,6 +597,10 @@ class MemPOTrainer(GRPOTrainer):
                 is_adapter=isinstance(self.model, PeftModel),
                 system_prompt=self.protocol.system_prompt,
             )
+
+
+def _recompute_contexts(accelerator: Accelerator, model: torch.nn.Module) -> tuple:
+    return nullcontext(), accelerator.no_sync(model)
 
 
 def _named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:

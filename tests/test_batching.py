@@ -1,5 +1,7 @@
 """Batches by length: budget, padding, equal counts; and the same loss and gradients whatever the budget."""
 
+import weakref
+
 import pytest
 import torch
 from conftest import build, call, script_of
@@ -117,3 +119,47 @@ def test_padding_is_reported_and_small(short_folder, tmp_path):
     expected = [1 - sum(rows) / (len(rows) * max(rows)) for rows in lengths]
     assert padding[1] == pytest.approx(sum(expected) / 2, abs=1e-6)
     assert [width for _, width in sizes] == [max(rows) for rows in lengths]
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_recomputed_forwards(short_folder, tmp_path, gradient_checkpointing):
+    """`recompute_forwards` makes each forward of the loss twice, with the same loss and gradients."""
+    settings = dict(beta=0.1, gradient_checkpointing=gradient_checkpointing)
+    kept, sizes = gradients(short_folder, tmp_path / "kept", 1, **settings)
+    repeated, more_sizes = gradients(short_folder, tmp_path / "repeated", 1, recompute_forwards=True, **settings)
+    # The reference is another model, whose forwards are not counted.
+    assert sorted(more_sizes) == sorted(sizes * 2)
+    assert repeated.losses == kept.losses
+    for name, gradient in kept.gradients[0].items():
+        assert torch.equal(repeated.gradients[0][name], gradient)
+
+
+def test_recomputed_forwards_keep_one_graph(short_folder, tmp_path):
+    """What the backward pass needs of one forward is gone before that of the next is made."""
+    alive, most = set(), []
+
+    counts = {}
+    for recompute in (False, True):
+        trainer = build(
+            short_folder,
+            tmp_path / str(recompute),
+            script_of(*ROLLOUTS),
+            rewards=REWARDS,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_tokens_per_microbatch=1,
+            recompute_forwards=recompute,
+        )
+        alive.clear()
+        most.clear()
+
+        def keep(module, args, output):
+            if output.grad_fn is not None:
+                alive.add(id(output))
+                weakref.finalize(output, alive.discard, id(output))
+                most.append(len(alive))
+
+        trainer.model.model.layers[0].mlp.act_fn.register_forward_hook(keep)
+        trainer.train()
+        counts[recompute] = max(most)
+    assert counts == {False: 6, True: 1}
