@@ -39,6 +39,38 @@ def standardize_memory_rewards(
     return advantages.nan_to_num(0.0).reshape(memory_rewards.shape)
 
 
+def without_spread(
+    rewards_per_func: torch.Tensor,
+    reward_weights: torch.Tensor,
+    num_generations: int,
+    aggregation: str = "sum_then_normalize",
+) -> torch.Tensor:
+    """
+    Which rollouts are in a group whose rewards say nothing: their advantage is 0, but for rounding noise.
+
+    Args:
+        rewards_per_func (`torch.Tensor`):
+            Rewards of all processes, NaN where a function gave none, the rollouts of a group next to each other.
+            # (R, F)
+        reward_weights (`torch.Tensor`):
+            Weight of each function. # (F,)
+        num_generations (`int`):
+            Rollouts per group, `G`; `R` is a multiple of it.
+        aggregation (`str`, *optional*, defaults to `"sum_then_normalize"`):
+            TRL's `multi_objective_aggregation`: whether the sums have to be equal, or the rewards of each function.
+
+    Returns:
+        `torch.Tensor`: # (R,)
+    """
+    rewards = rewards_per_func * reward_weights  # (R, F)
+    if aggregation == "sum_then_normalize":
+        undefined = rewards_per_func.isnan().all(dim=1)
+        rewards = rewards.nansum(dim=1).masked_fill(undefined, torch.nan).unsqueeze(1)  # (R, 1)
+    groups = rewards.reshape(-1, num_generations, rewards.size(1))  # (R / G, G, F or 1)
+    spread = groups.nan_to_num(-torch.inf).amax(dim=1) > groups.nan_to_num(torch.inf).amin(dim=1)
+    return (~spread.any(dim=1)).repeat_interleave(num_generations)
+
+
 def token_advantages(
     outcome_advantages: torch.Tensor,
     memory_advantages: torch.Tensor,

@@ -1,18 +1,24 @@
 """What a run tells about its rollouts: metrics, and one JSON line per rollout."""
 
 import json
+import logging
 import os
+import re
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from .parsing import parse_turn
 from .rollout import Rollout, Turn
 from .token_spans import decode, token_spans
 
 
+logger = logging.getLogger(__name__)
+
 OUTCOMES = ("answer", "no_action", "truncated", "out_of_turns", "out_of_context")
 """Outcomes of a rollout. A turn can also be a `tool_call` or a `bad_call`, after which the rollout goes on."""
+
+_FILE_NAME = re.compile(r"(?P<mode>train|eval)-(?P<step>\d+)-rank(?P<rank>\d+)\.jsonl")
 
 
 def rollout_statistics(rollouts: list[Rollout]) -> dict[str, tuple[float, int]]:
@@ -180,12 +186,12 @@ def _token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str
     return texts
 
 
-class RolloutWriter:
+class RolloutWriter(TrainerCallback):
     """
     Writes rollouts as JSON lines, one file per step and process.
 
-    A file is started anew when a step is played for the first time in this run, so that a resumed run overwrites the
-    steps that it plays again.
+    A run that starts or resumes at a step moves the files of what it plays anew into `replaced/`, so that the others
+    are the rollouts of this run, each of them once. As a callback of the trainer it does so by itself.
 
     Args:
         folder (`str` or `Path`):
@@ -198,10 +204,30 @@ class RolloutWriter:
         self.folder = Path(folder)
         self.process_index = process_index
         self._started: set[Path] = set()
+        self._failed = False
 
-    def write(self, records: list[dict], mode: str, step: int) -> Path:
+    def on_train_begin(self, args, state, control, **kwargs):
+        replaced = 0
+        for path in self.folder.glob("*.jsonl"):
+            match = _FILE_NAME.fullmatch(path.name)
+            # A run on fewer processes has to take care of the files of the others as well.
+            if match is None or int(match["rank"]) % args.world_size != self.process_index:
+                continue
+            # A step is evaluated before its checkpoint is saved, and the next rollouts are played after it.
+            if int(match["step"]) + (match["mode"] == "train") > state.global_step:
+                (self.folder / "replaced").mkdir(exist_ok=True)
+                path.replace(self.folder / "replaced" / path.name)
+                replaced += 1
+        self._started.clear()
+        if replaced:
+            logger.warning(
+                f"{replaced} files of rollouts from step {state.global_step} on, where this run starts, are now in "
+                f"{str(self.folder / 'replaced')!r}."
+            )
+
+    def write(self, records: list[dict], mode: str, step: int) -> bool:
         """
-        Append records to the file of a step.
+        Append records to the file of a step: all of them, or none if that fails, as on a full disk.
 
         Args:
             records (`list[dict]`):
@@ -212,11 +238,28 @@ class RolloutWriter:
                 Optimiser steps done so far.
 
         Returns:
-            `Path`: The file.
+            `bool`: Whether they were written. The first failure is a warning in the log.
         """
         path = self.folder / f"{mode}-{step:06d}-rank{self.process_index}.jsonl"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "a" if path in self._started else "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab" if path in self._started else "wb", buffering=0) as file:
+                size = file.tell()
+                try:
+                    rest = memoryview(lines.encode())
+                    while rest:  # a disk that becomes full takes a part before it refuses
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            if not self._failed:
+                logger.warning(
+                    f"The rollouts of step {step} could not be written: {error}. They are trained on all the same; "
+                    "`rollout/dump_failed_frac` counts such generation batches."
+                )
+            self._failed = True
+            return False
         self._started.add(path)
-        return path
+        return True

@@ -11,6 +11,7 @@ from typing import Any
 from .generation import BatchGenerator, GenerationError, Generator, run_in_event_loop
 from .monitoring import rollout_record
 from .protocol import Protocol
+from .provenance import differences
 from .rollout import play
 
 
@@ -217,21 +218,12 @@ def _open_output(path: Path, settings: dict[str, Any], overwrite: bool) -> dict[
     if not beside.exists():
         raise ValueError(f"{str(path)!r} exists, and {str(beside)!r}, which says how it was made, does not. {remedy}")
     before = json.loads(beside.read_text(encoding="utf-8"))
-    if differences := _differences(before, settings):
-        raise ValueError(f"{str(path)!r} was made with other settings: {'; '.join(differences)}. {remedy}")
+    if changes := differences(before, settings):
+        raise ValueError(f"{str(path)!r} was made with other settings: {'; '.join(changes)}. {remedy}")
     with open(path, "rb+") as file:  # without half a line at the end
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
     return {(record["id"], record["sample"]): record for record in read_records(path)}
-
-
-def _differences(before: Any, now: Any, name: str = "") -> list[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now])
-        return [
-            text for key in keys for text in _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
-        ]
-    return [] if before == now else [f"`{name}` was {before!r} and is {now!r} now"]
 
 
 def check_resumable(

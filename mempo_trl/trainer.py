@@ -16,15 +16,15 @@ from peft import PeftConfig, PeftModel
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .advantages import standardize_memory_rewards, token_advantages
+from .advantages import standardize_memory_rewards, token_advantages, without_spread
 from .alarms import AlarmCallback
 from .batching import batch_by_length, forward_by_length, split_to_count
 from .comb import choose_scorer
 from .config import MemPOConfig
 from .data.objectives import check_dataset, golden_answers_of
+from .durable import DurableTrainer
 from .endpoints import CompletionsGenerator
 from .generation import BatchGenerator, run_in_event_loop
 from .memory_reward import MemoryRewardCallback, RolloutCallback
@@ -46,7 +46,7 @@ from .tools import Toolbox
 logger = get_logger(__name__)
 
 
-class MemPOTrainer(GRPOTrainer):
+class MemPOTrainer(DurableTrainer):
     """
     Trainer for Self-Memory Policy Optimization (MemPO, https://huggingface.co/papers/2603.00680).
 
@@ -236,6 +236,7 @@ class MemPOTrainer(GRPOTrainer):
         if self._server is not None:
             self._server.generate = within(self._timer.generating, self._server.generate)
         self._rollout_writer = RolloutWriter(f"{args.output_dir}/rollouts", self.accelerator.process_index)
+        self.add_callback(self._rollout_writer)
         searches = [tool for tool in self.toolbox.tools.values() if isinstance(tool, SearchTool)]
         self._caches = [tool.retriever for tool in searches if isinstance(tool.retriever, CachedRetriever)]
         self._cache_counts = (0, 0)  # hits and queries when they were last logged
@@ -419,6 +420,9 @@ class MemPOTrainer(GRPOTrainer):
         rewards_per_func = super()._calculate_rewards(rows, prompts, completions, completion_ids)
         weights = self.reward_weights.to(rewards_per_func.device)
         start = self.accelerator.process_index * len(rows)
+        num_generations = self.num_generations if self.model.training else self.num_generations_eval
+        no_spread = without_spread(rewards_per_func, weights, num_generations, self.multi_objective_aggregation)
+        self._without_spread = no_spread[start : start + len(rows)]
         own_rewards = rewards_per_func[start : start + len(rows)]
         self._rewards = [dict(zip(self.reward_func_names, row, strict=True)) for row in own_rewards.tolist()]
         for rollout, rewards in zip(self._rollouts, own_rewards, strict=True):
@@ -431,6 +435,8 @@ class MemPOTrainer(GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         device = output["advantages"].device
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        # Equal rewards may leave rounding noise, which the parent's ε lets through.
+        output["advantages"].masked_fill_(self._without_spread, 0.0)
         rewards = torch.full((len(self._rollouts), self.args.max_turns), torch.nan, device=device)  # (R, T)
         for i, rollout in enumerate(self._rollouts):
             if self.args.memory_credit == "successful" and not (rollout.reward or 0.0) > 0:
@@ -583,7 +589,8 @@ class MemPOTrainer(GRPOTrainer):
                     memory_weight=self.args.memory_advantage_weight,
                 )
             )
-        self._rollout_writer.write(records, mode, step)
+        failed = not self._rollout_writer.write(records, mode, step)
+        self._metrics[mode]["rollout/dump_failed_frac"].append(float(self._reduce_max([failed])[0]))
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)

@@ -245,13 +245,13 @@ def test_a_failed_rollout_has_a_record():
 
 
 def test_writer_appends_within_a_run_and_starts_anew_in_the_next(tmp_path):
-    """Two batches of one step go to one file; a resumed run overwrites the steps that it plays again."""
+    """Two batches of one step go to one file; a further run starts the file of a step anew."""
     writer = RolloutWriter(tmp_path / "rollouts")
-    path = writer.write([{"n": 1}], "train", 7)
-    assert writer.write([{"n": 2}, {"text": "猫"}], "train", 7) == path
-    assert path.name == "train-000007-rank0.jsonl"
+    path = tmp_path / "rollouts" / "train-000007-rank0.jsonl"
+    assert writer.write([{"n": 1}], "train", 7) and writer.write([{"n": 2}, {"text": "猫"}], "train", 7)
     assert path.read_text(encoding="utf-8") == '{"n": 1}\n{"n": 2}\n{"text": "猫"}\n'
-    assert writer.write([{"n": 3}], "eval", 7) != path
-    resumed = RolloutWriter(tmp_path / "rollouts")
-    assert resumed.write([{"n": 9}], "train", 7).read_text(encoding="utf-8") == '{"n": 9}\n'
-    assert RolloutWriter(tmp_path, process_index=3).write([], "train", 0).name == "train-000000-rank3.jsonl"
+    assert writer.write([{"n": 3}], "eval", 7)
+    assert RolloutWriter(tmp_path / "rollouts").write([{"n": 9}], "train", 7)
+    assert path.read_text(encoding="utf-8") == '{"n": 9}\n'
+    assert RolloutWriter(tmp_path, process_index=3).write([], "train", 0)
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["train-000000-rank3.jsonl"]
