@@ -1,5 +1,6 @@
 """
 A train step over rollouts of 1 to 16 turns: sequences of like length per forward against TRL's one padded block.
+"recomputed" is the former with `recompute_forwards`, whose peak is that of one forward.
 
     python benchmarks/sequences.py --output out/benchmarks/sequences.json
 
@@ -100,6 +101,7 @@ def make_trainer(args: argparse.Namespace, folder: str) -> MemPOTrainer:
         num_generations=2,
         per_device_train_batch_size=2,
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+        recompute_forwards=args.way == "recomputed",
         gradient_checkpointing=False,
     )
     rows = Dataset.from_dict({"question": ["Who?"] * 2, "golden_answers": [["a"]] * 2})
@@ -116,7 +118,7 @@ def measure(args: argparse.Namespace) -> None:
         trainer.model.train()
         forward = (
             trainer._get_per_token_logps_and_entropies
-            if args.way == "budgeted"
+            if args.way != "block"
             else GRPOTrainer._get_per_token_logps_and_entropies.__get__(trainer)
         )
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -128,7 +130,7 @@ def measure(args: argparse.Namespace) -> None:
             loss.backward()
             losses.append(loss.item())
         seconds = time.perf_counter() - start
-    if args.way == "budgeted":
+    if args.way != "block":
         padding = statistics.fmean(trainer._metrics["train"]["sequences/padding_frac"])
     else:
         padding = statistics.fmean(1 - mask.sum().item() / mask.numel() for _, mask, _, _ in parts)
@@ -144,13 +146,13 @@ def main() -> None:
     parser.add_argument("--micro_batches", type=int, default=4)
     parser.add_argument("--max_tokens_per_microbatch", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--way", choices=["budgeted", "block"], help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=["budgeted", "recomputed", "block"], help=argparse.SUPPRESS)
     parser.add_argument("--output", default="out/benchmarks/sequences.json")
     args = parser.parse_args()
     if args.way:
         measure(args)
         return
-    runs: dict[str, list[dict]] = {"budgeted": [], "block": []}
+    runs: dict[str, list[dict]] = {"budgeted": [], "recomputed": [], "block": []}
     for _ in range(args.repeats):
         for way, results in runs.items():
             command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
