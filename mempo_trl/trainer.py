@@ -209,7 +209,7 @@ class MemPOTrainer(DurableTrainer):
                 args, self.eos_token_ids, serves_adapter, self.accelerator.process_index
             )
             max_length = min(filter(None, (max_length, served_length)), default=None)
-        self._generated_at = (-1, 0)  # step of the last generation batch, and batches before it in this step
+        self._last_batch = {"train": (-1, 0), "eval": (-1, 0)}  # step, and number of the generation batch within it
         if self._max_prompt_length is None and max_length is not None:
             self._max_prompt_length = max_length - self.max_completion_length
             if self._max_prompt_length < 1:
@@ -325,11 +325,10 @@ class MemPOTrainer(DurableTrainer):
         else:
             with self._timer.phase("sync"):
                 self._sync_servers()
-            step, batch = self.state.global_step, 0
-            if step == self._generated_at[0]:
-                batch = self._generated_at[1] + 1
-            self._generated_at = (step, batch)
             mode = "train" if self.model.training else "eval"
+            step, batch = self._last_batch[mode]
+            step, batch = self.state.global_step, batch + 1 if step == self.state.global_step else 0
+            self._last_batch[mode] = step, batch
             generator = self._server
             generator.seed = f"{self.args.seed}/{mode}/{step}/{batch}"  # those of the step: a resumed run has the same
             generator.on_rollout = bar.update

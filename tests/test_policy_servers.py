@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from stub_teacher import Reply, closed_port
 from stub_vllm import StubVllm
 from tenacity import wait_none
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from mempo_trl import MemPOTrainer, endpoints
 from mempo_trl.generation import GenerationError
@@ -164,18 +164,32 @@ def test_several_servers(short_folder, short_tokenizer, tmp_path):
 
 
 def test_seeds_belong_to_the_step(short_folder, short_tokenizer, tmp_path):
-    """All seeds of a run differ, and a run that is resumed after a step has those of the run that went on."""
+    """
+    All seeds of a run differ, those of evaluations too, and a run that is resumed after a step has those of the run that
+    went on.
+    """
 
     def seeds(**kwargs):
         with StubVllm(short_folder, two_turns(short_tokenizer)) as server:
             trainer = build(short_folder, tmp_path, server.url, max_steps=2, save_strategy="steps", save_steps=1)
+            trainer.add_callback(EvaluateAfterSteps(trainer))
             trainer.train(**kwargs)
-        return sorted(body["seed"] for body in completions_of(server))
+        return [body["seed"] for body in completions_of(server)]
 
     straight = seeds()
-    assert len(set(straight)) == 8
+    assert len(set(straight)) == 16  # per step two rollouts of two turns, and an evaluation of as many
     resumed = seeds(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert len(resumed) == 4 and set(resumed) < set(straight)
+    assert sorted(resumed) == sorted(straight[8:])
+
+
+class EvaluateAfterSteps(TrainerCallback):
+    """Evaluates after each step, before the checkpoint is saved."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.evaluate(dataset(1))
 
 
 def test_sampling_settings_reach_the_server(short_folder, short_tokenizer, tmp_path):
