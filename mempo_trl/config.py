@@ -78,6 +78,10 @@ class MemPOConfig(GRPOConfig):
         max_tool_error_rate (`float`, *optional*, defaults to `0.5`):
             Fraction of finally failed tool calls in a generation batch above which training stops with an error. `1.0`
             never stops.
+        tool_failure (`str`, *optional*, defaults to `"respond"`):
+            What a tool call that failed for good means for its rollout: `"respond"`, the model is told that the call
+            could not be made and goes on; `"exclude"`, the rollout also has no reward, no part in the baselines of its
+            group, and no trained token.
         vllm_server_urls (`list[str]`, *optional*):
             Base URLs of several vLLM servers, instead of `vllm_server_base_url`, for training an adapter with
             `use_vllm` and `vllm_mode="server"`. Each serves the base model; a rollout stays on one of them.
@@ -196,6 +200,14 @@ class MemPOConfig(GRPOConfig):
             "never stops."
         },
     )
+    tool_failure: str = field(
+        default="respond",
+        metadata={
+            "help": "What a tool call that failed for good means for its rollout: the model is told and goes on "
+            "('respond'), or the rollout also takes no part in training ('exclude').",
+            "choices": ["respond", "exclude"],
+        },
+    )
 
     vllm_server_urls: list[str] | None = field(
         default=None,
@@ -296,6 +308,7 @@ class MemPOConfig(GRPOConfig):
         super().__post_init__()
         _choose("context", self.context, ("memory", "full"))
         _choose("loss_type", self.loss_type, LOSS_TYPES)
+        _choose("tool_failure", self.tool_failure, ("respond", "exclude"))
         _choose("memory_token_filter", self.memory_token_filter, TOKEN_FILTERS)
         _choose("memory_baseline", self.memory_baseline, ("history", "previous"))
         _choose("memory_answer", self.memory_answer, ("joint", "objectives"))

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from datasets import IterableDataset
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 from trl import GRPOTrainer
 
 from .checkpoints import (
@@ -111,6 +111,15 @@ class DurableTrainer(GRPOTrainer):
                 f"{str(folder)!r} could not be saved, with {free / 1e9:.1f} GB free on the disk: {error} Make room and "
                 "go on from the last complete checkpoint, with `resume_from_checkpoint=True`."
             ) from error
+
+    def _save_before_stop(self) -> str:
+        """Save the steps that are done, on all processes, and say how to go on with them."""
+        folder = os.path.join(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        exists = any(gather_object([os.path.isdir(folder)]))  # before a process begins to write it
+        wanted = self.model.training and self.state.global_step > 0 and self.args.save_strategy != SaveStrategy.NO
+        if wanted and not exists:
+            self._save_checkpoint(self.model, trial=None)
+        return f"go on with `resume_from_checkpoint={folder!r}`" if wanted or exists else "start again"
 
     def _save_rng_state(self, output_dir):
         # The last that every process saves, before the main process writes the trainer's state.

@@ -1,6 +1,7 @@
 """Generators: from prompt ids to sampled ids, one request at a time for a rollout, in batches for the model."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -173,6 +174,7 @@ class BatchGenerator(Generator):
         self.on_turn = on_turn
         self._requests: list[tuple[asyncio.Task, list[int], asyncio.Future]] = []
         self._live = 0
+        self._has_logps: bool | None = None  # whether the engine reports log-probabilities, once it is known
         self._all_waiting = asyncio.Event()
 
     async def generate(self, prompt_ids: list[int], rollout: "Rollout | None" = None) -> Generation:
@@ -243,15 +245,26 @@ class BatchGenerator(Generator):
     def _generate(self, requests: list[tuple[asyncio.Task, list[int], asyncio.Future]], count: int) -> None:
         prompts = [prompt_ids for _, prompt_ids, _ in requests]
         ids, logps = self.generate_batch(prompts + [self.dummy_prompt] * (count - len(prompts)), not prompts)
-        if len(ids) != count or (logps is not None and len(logps) != count):
+        if len(ids) != count:
             raise RuntimeError(f"The engine returned {len(ids)} completions for {count} prompts.")
+        if not requests:
+            return
+        if self._has_logps not in (None, logps is not None):
+            raise RuntimeError("The engine returned log-probabilities for some turns of a batch and none for others.")
+        self._has_logps = logps is not None
+        if logps is not None and len(logps) != count:
+            raise RuntimeError(
+                f"The engine returned log-probabilities of {len(logps)} completions for {count} prompts."
+            )
         for i, (_, _, future) in enumerate(requests):
             cut = len(ids[i]) >= self.max_completion_length and ids[i][-1] not in self.eos_token_ids
-            turn_logps = None if logps is None else logps[i]
-            if turn_logps is not None and len(turn_logps) != len(ids[i]):
-                raise RuntimeError(
-                    f"The engine returned {len(turn_logps)} log-probabilities for {len(ids[i])} tokens."
-                )
+            turn_logps = None
+            if logps is not None:
+                given = 0 if logps[i] is None else len(logps[i])
+                if given != len(ids[i]):
+                    raise RuntimeError(f"The engine returned {given} log-probabilities for {len(ids[i])} tokens.")
+                # TRL's client of vLLM gives `None` where the server's log-probability was NaN.
+                turn_logps = [math.nan if logp is None else logp for logp in logps[i] or []]
             future.set_result(Generation(ids[i], turn_logps, "length" if cut else "stop"))
 
 

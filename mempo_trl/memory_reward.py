@@ -206,7 +206,7 @@ class MemoryRewardCallback(RolloutCallback):
         requests, scored = [], []
         for rollout, answer in zip(rollouts, answers, strict=True):
             turns = [t for t, turn in enumerate(rollout.turns) if t > 0 and turn.memory_span is not None]
-            if answer is None or not answer.positions or not turns:
+            if rollout.excluded or answer is None or not answer.positions or not turns:
                 continue
             contexts, of_turn = self.contexts(rollout, turns, args.memory_baseline)
             requests.append(ScoringRequest(rollout.history_ids, contexts, answer.ids, answer.positions))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -67,6 +68,7 @@ def rollout_statistics(rollouts: list[Rollout]) -> dict[str, tuple[float, int]]:
             len(rollouts),
         ),
         "rollout/tokens_total_mean": (total(total_tokens(rollout) for rollout in rollouts), len(rollouts)),
+        "rollout/excluded_frac": (total(rollout.excluded for rollout in rollouts), len(rollouts)),
         "rollout/bad_call_frac": (bad_calls, len(calls) + bad_calls),
         "rollout/dropped_actions_mean": (total(turn.dropped_actions for turn in turns), len(rollouts)),
         "rollout/trailing_text_frac": (total(turn.trailing_text for turn in turns), len(turns)),
@@ -88,6 +90,15 @@ def total_tokens(rollout: Rollout) -> int:
 def peak_tokens(rollout: Rollout) -> int:
     """Most tokens that a rollout holds at once: prompt and completion of its longest turn, system prompt included."""
     return max((len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns), default=0)
+
+
+def last_tool_failure(rollouts: list[Rollout]) -> str | None:
+    """The last of the tool calls that failed for good, with its cause; `None` if all went well."""
+    failed = [turn for rollout in rollouts for turn in rollout.turns if turn.tool_error is not None]
+    if not failed:
+        return None
+    name, arguments = failed[-1].call["name"], repr(failed[-1].call["arguments"])
+    return f"{name}({arguments if len(arguments) <= 200 else arguments[:200] + '…'}): {failed[-1].tool_error}"
 
 
 def memory_markers(turn: Turn) -> list[int]:
@@ -149,7 +160,9 @@ def rollout_record(
         if tokenizer is not None and not goes_on:
             record["prompt"] = decode(tokenizer, turn.prompt_ids[len(rollout.prefix_ids) :])
         if ids:
-            record |= {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logps": turn.logps}
+            # What is not finite is no JSON.
+            logps = turn.logps and [logp if math.isfinite(logp) else None for logp in turn.logps]
+            record |= {"prompt_ids": turn.prompt_ids, "completion_ids": turn.completion_ids, "logps": logps}
         if ids and tokenizer is not None:
             record["tokens"] = _token_texts(tokenizer, turn.completion_ids)
         turns.append(record)
@@ -161,6 +174,7 @@ def rollout_record(
         "outcome": rollout.outcome,
         "answer": rollout.answer,
         "well_formed": rollout.well_formed,
+        "excluded": rollout.excluded,
         "reward": rollout.reward,
         "A_T": rollout.advantage,
         "tokens_total": total_tokens(rollout),

@@ -112,8 +112,9 @@ def _read_call(body: str, check_call: Callable[[Any, Any], str | None]) -> tuple
     """The JSON of a call as `(name, arguments, error)`, of which either the first two or the last is set."""
     try:
         call = json.loads(body)
-        # JSON can spell half of a surrogate pair, which is no text for a tokenizer, a file or a server.
-        json.dumps(call, ensure_ascii=False).encode()
+        # JSON can spell half of a surrogate pair, which is no text for a tokenizer, a file or a server. And Python reads
+        # numbers that are not finite (NaN, 1e999), which neither a tool nor a reader of the records expects.
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
     except json.JSONDecodeError as error:
         return None, None, f"the tool call is not valid JSON ({error.msg} at character {error.pos})"
     except UnicodeEncodeError:
@@ -122,8 +123,8 @@ def _read_call(body: str, check_call: Callable[[Any, Any], str | None]) -> tuple
             None,
             "the tool call holds half of a surrogate pair (`\\ud800` to `\\udfff`), which is no character",
         )
-    except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
-        return None, None, "the tool call is not valid JSON (nested too deeply or a number too long)"
+    except (RecursionError, ValueError):  # nested too deeply, an integer of too many digits, or not finite
+        return None, None, "the tool call is not valid JSON (nested too deeply, or a number too long or not finite)"
     if _too_deep(call, MAX_DEPTH):
         return None, None, f"the tool call is nested more than {MAX_DEPTH} deep"
     if not isinstance(call, dict):

@@ -164,6 +164,7 @@ class Protocol:
         names = {token.content for token in tokenizer.added_tokens_decoder.values() if len(token.content.strip()) > 2}
         names |= {f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")}
         self._reserved = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+        self._normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
 
         template_states_tools = self._template_states_tools()
         if system_prompt is not None:
@@ -283,7 +284,15 @@ class Protocol:
 
     def neutralize(self, text: str) -> str:
         """Break every special token and tag in foreign text (`<answer>` becomes `< answer>`), so that it stays text."""
-        return self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+        while True:  # again, as names may overlap
+            broken = self._reserved.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+            if broken == text:
+                break
+            text = broken
+        # Some tokenizers make a name out of other characters, such as full-width brackets, before they look for it.
+        if self._normalizer is not None and self._reserved.search(normal := self._normalizer.normalize_str(text)):
+            return self.neutralize(normal)
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered text; its special tokens are recognised, none is added."""
@@ -353,6 +362,7 @@ class Protocol:
             ids = self.encode(response)
             if len(ids) > self.max_tool_response_length:
                 response = decode(self.tokenizer, ids[: self.max_tool_response_length]).rstrip("\ufffd")
+                response = self.neutralize(response)  # a tokenizer's decoder may have closed the gaps
         rendered = self._apply_template(
             [*self.messages("q"), {"role": "assistant", "content": _SENTINEL}, self._response_message(response)],
             generate=True,

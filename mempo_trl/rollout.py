@@ -1,11 +1,16 @@
 """A rollout, and the one coroutine that plays it."""
 
+import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from .generation import Generator
 from .protocol import Protocol
 from .tools import ToolResult
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -122,8 +127,10 @@ class Rollout:
             Outcome of the last turn, or `"out_of_turns"`, or `"out_of_context"` when the next prompt did not fit.
         answer (`str`, *optional*):
             The final answer.
+        excluded (`bool`):
+            Whether it takes no part in training ([`exclude_rollouts`]).
         reward (`float`, *optional*):
-            `R_T[i]`, the weighted sum of the reward functions, once they ran.
+            `R_T[i]`, the weighted sum of the reward functions, once they ran; `None` if all of them gave none.
         advantage (`float`, *optional*):
             `A_T[i]`.
     """
@@ -134,6 +141,7 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)
     outcome: str = ""
     answer: str | None = None
+    excluded: bool = False
     reward: float | None = None
     advantage: float | None = None
 
@@ -167,6 +175,33 @@ class Rollout:
             if turn.response is not None:
                 messages.append({"role": "tool", "content": turn.response})
         return messages
+
+
+def exclude_rollouts(rollouts: list[Rollout], tool_failure: str = "respond") -> None:
+    """
+    Mark the rollouts that take no part in training: no reward, no part in the baselines of the group, no trained token.
+
+    These are the ones whose log-probabilities an engine could not give, and, if so wanted, those with a failed call.
+
+    Args:
+        rollouts (`list[Rollout]`):
+            Played rollouts.
+        tool_failure (`str`, *optional*, defaults to `"respond"`):
+            `"exclude"` to exclude those with a tool call that failed for good.
+    """
+    not_finite = 0
+    for rollout in rollouts:
+        finite = all(math.isfinite(logp) for turn in rollout.turns for logp in turn.logps or [])
+        failed = any(turn.tool_error is not None for turn in rollout.turns)
+        rollout.excluded = not finite or (failed and tool_failure == "exclude")
+        not_finite += not finite
+    if not_finite:
+        logger.warning(
+            "%d of %d rollouts have log-probabilities of sampled tokens that are not finite, and are not trained on. "
+            "If they do not stay single ones, look at the engine and its dtype.",
+            not_finite,
+            len(rollouts),
+        )
 
 
 def read_turn(protocol: Protocol, prompt_ids: list[int], generation, memory_required: bool) -> Turn:

@@ -48,7 +48,7 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str
     parts = []  # what the window adds to them with each further token
     for end in range(1, len(ids) + 1):
         parts.append(decode(tokenizer, ids[begin:end])[length:])
-        if parts[-1].endswith("\ufffd") and end < len(ids):
+        if parts[-1].endswith("\ufffd") and end < len(ids) and not _parts_here(tokenizer, ids, begin, end):
             continue
         whole, before, known = parts[-1], "", 0
         for token_id, part in zip(ids[settled:end], parts, strict=True):
@@ -61,6 +61,13 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str
         begin, settled, parts = settled, end, []
         length = len(decode(tokenizer, ids[begin:settled]))
     return text, spans
+
+
+def _parts_here(tokenizer: PreTrainedTokenizerBase, ids: list[int], begin: int, end: int) -> bool:
+    """Whether no character goes on beyond `end`, though the text before it is broken there: garbage of any length."""
+    ahead = end + 3  # a character has at most four bytes, and its tokens have one each at least
+    before, after = decode(tokenizer, ids[begin:end]), decode(tokenizer, ids[end:ahead])
+    return before + after == decode(tokenizer, ids[begin:ahead])
 
 
 def tokens_of(spans: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:

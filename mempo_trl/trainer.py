@@ -29,7 +29,7 @@ from .endpoints import CompletionsGenerator
 from .generation import BatchGenerator, run_in_event_loop
 from .memory_reward import MemoryRewardCallback, RolloutCallback
 from .model_card import complete_model_card
-from .monitoring import RolloutWriter, rollout_record, rollout_statistics, total_tokens
+from .monitoring import RolloutWriter, last_tool_failure, rollout_record, rollout_statistics, total_tokens
 from .policy_servers import AdapterGenerator, check_adapter, policy_generator
 from .processes import on_all_processes
 from .protocol import Protocol, load_chat_template
@@ -37,7 +37,7 @@ from .retrieval.cache import CachedRetriever
 from .retrieval.sharing import SharedSearches
 from .retrieval.tool import SearchTool
 from .rewards import exact_match_reward
-from .rollout import Rollout, play
+from .rollout import Rollout, exclude_rollouts, play
 from .sequences import Sequence, build_sequences, kl_per_sequence, loss_weights, pad_sequences, padded_count
 from .timing import StepTimer, TimingCallback, device_clock, step_phases, within
 from .tools import Toolbox
@@ -280,15 +280,18 @@ class MemPOTrainer(DurableTrainer):
         mode = "train" if self.model.training else "eval"
         with self._timer.phase("rollout"):
             rollouts = self._play_rollouts()
+        exclude_rollouts(rollouts, self.args.tool_failure)
         self._rollouts = rollouts
         with self._timer.phase("memory_scoring" if self.args.memory_advantage_weight > 0 else "other"):
             self._call_rollout_callbacks()
 
         sequences = [sequence for i, rollout in enumerate(rollouts) for sequence in build_sequences(rollout, i)]
-        if self._mask_truncated_rollouts:
-            for sequence in sequences:
-                if rollouts[sequence.rollout_index].outcome == "truncated":
-                    sequence.loss_mask = [0] * len(sequence.loss_mask)
+        for sequence in sequences:
+            rollout = rollouts[sequence.rollout_index]
+            if rollout.excluded or (self._mask_truncated_rollouts and rollout.outcome == "truncated"):
+                sequence.loss_mask = [0] * len(sequence.loss_mask)
+            if rollout.excluded and sequence.logps is not None:
+                sequence.logps = [0.0] * len(sequence.logps)
         multiple = self.args.steps_per_generation if mode == "train" else 1
         count = padded_count(self._reduce_max([len(sequences)]), multiple)
         num_real = len(sequences)
@@ -417,6 +420,8 @@ class MemPOTrainer(DurableTrainer):
         rows = [{**row, "rollouts": rollout} for row, rollout in zip(inputs, self._rollouts, strict=True)]
         completion_ids = [rollout.completion_ids for rollout in self._rollouts]
         rewards_per_func = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        excluded = torch.tensor([rollout.excluded for rollout in self._rollouts], device=rewards_per_func.device)
+        rewards_per_func[self.accelerator.gather(excluded)] = torch.nan  # as the parent marks a row without a reward
         weights = self.reward_weights.to(rewards_per_func.device)
         start = self.accelerator.process_index * len(rows)
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
@@ -438,7 +443,8 @@ class MemPOTrainer(DurableTrainer):
         output["advantages"].masked_fill_(self._without_spread, 0.0)
         rewards = torch.full((len(self._rollouts), self.args.max_turns), torch.nan, device=device)  # (R, T)
         for i, rollout in enumerate(self._rollouts):
-            if self.args.memory_credit == "successful" and not (rollout.reward or 0.0) > 0:
+            # Without a reward it has no part in the baseline of the outcome either.
+            if rollout.reward is None or (self.args.memory_credit == "successful" and not rollout.reward > 0):
                 continue
             for t, turn in enumerate(rollout.turns):
                 if turn.memory_reward is not None:
@@ -534,7 +540,8 @@ class MemPOTrainer(DurableTrainer):
         queries = hits + sum(cache.counters["misses"] for cache in self._caches)
         statistics["tool/cache_hit_frac"] = (hits - self._cache_counts[0], queries - self._cache_counts[1])
         self._cache_counts = (hits, queries)
-        of_processes = gather_object([statistics])
+        failure = last_tool_failure(self._rollouts)
+        of_processes, failures = zip(*gather_object([(statistics, failure)]), strict=True)
         sums = {
             name: tuple(torch.tensor([part[name] for part in of_processes], dtype=torch.float64).sum(0).tolist())
             for name in statistics
@@ -559,11 +566,10 @@ class MemPOTrainer(DurableTrainer):
 
         errors, calls = sums["tool/error_frac"]
         if calls and errors / calls > self.args.max_tool_error_rate:
-            causes = [turn.tool_error for rollout in self._rollouts for turn in rollout.turns if turn.tool_error]
             raise RuntimeError(
                 f"{errors:.0f} of {calls:.0f} tool calls failed for good, which is above `max_tool_error_rate` = "
-                f"{self.args.max_tool_error_rate}. Last cause: {causes[-1] if causes else 'on another process'}. Repair "
-                "the tool and resume from the last checkpoint, or raise `max_tool_error_rate`."
+                f"{self.args.max_tool_error_rate}. One of the last was {next(filter(None, failures))}. Repair the tool "
+                f"and {self._save_before_stop()}, or raise `max_tool_error_rate`."
             )
 
     def _write_rollouts(self) -> None:

@@ -133,8 +133,10 @@ def test_logps():
     [
         (([[7]], None), "1 completions for 2 prompts"),
         (([[7]] * 3, None), "3 completions for 2 prompts"),
-        (([[7]] * 2, [[-1.0]]), "2 completions for 2 prompts"),
+        (([[7]] * 2, [[-1.0]]), "log-probabilities of 1 completions for 2 prompts"),
         (([[7, 7]] * 2, [[-1.0, -1.0], [-1.0]]), "1 log-probabilities for 2 tokens"),
+        (([[7, 7]] * 2, [[-1.0, -1.0], None]), "0 log-probabilities for 2 tokens"),
+        (([[7, 7]] * 2, [[-1.0, -1.0], [-1.0] * 3]), "3 log-probabilities for 2 tokens"),
     ],
 )
 def test_wrong_number_of_results(made, says):
@@ -142,6 +144,14 @@ def test_wrong_number_of_results(made, says):
     generator = batch_generator(lambda prompts, idle: made)
     with pytest.raises(RuntimeError, match=says):
         play_all(generator, [rollout(generator, 10, 1), rollout(generator, 11, 1)])
+
+
+def test_log_probabilities_of_some_turns_only():
+    """An engine that reports log-probabilities in one turn and none in the next is stopped, not padded."""
+    engine = iter([([[3], [4]], [[-1.0], [-2.0]]), ([[5], [6]], None)])
+    generator = batch_generator(lambda prompts, idle: next(engine))
+    with pytest.raises(RuntimeError, match="for some turns of a batch and none for others"):
+        play_all(generator, [rollout(generator, number, 2) for number in (10, 11)])
 
 
 @pytest.mark.parametrize("turn", [0, 1])

@@ -63,6 +63,7 @@ def test_statistics_by_hand(protocol):
         "rollout/think_tokens_mean": 4.0,  # two tags and 2 bytes, twice
         "rollout/prompt_tokens_peak": (max(prompts) + len(second.turns[0].prompt_ids)) / 2,
         "rollout/tokens_total_mean": (total_tokens(first) + total_tokens(second)) / 2,
+        "rollout/excluded_frac": 0 / 2,
         "rollout/bad_call_frac": 0 / 2,
         "rollout/dropped_actions_mean": 1 / 2,
         "rollout/trailing_text_frac": 1 / 4,
