@@ -162,14 +162,10 @@ def tokenizers(qwen_tokenizer, smollm2_tokenizer):
     return {"bytes": byte_tokenizer(), "qwen": qwen_tokenizer, "smollm2": smollm2_tokenizer}
 
 
-@pytest.fixture(scope="module")
-def models(tokenizers):
-    return {name: tiny_model(tokenizer) for name, tokenizer in tokenizers.items()}
-
-
-@pytest.mark.parametrize("name", ["bytes", "qwen", "smollm2"])
+# A vocabulary of 150,000 makes even a tiny model slow.
+@pytest.mark.parametrize("name", ["bytes", pytest.param("qwen", marks=pytest.mark.slow), "smollm2"])
 @pytest.mark.parametrize("context", ["memory", "full"])
-def test_hostile_pages(name, context, tokenizers, models, tmp_path):
+def test_hostile_pages(name, context, tokenizers, tmp_path):
     """No page changes what the model is taken to have said, nor becomes a special token: masks, spans, ids, rewards."""
     tokenizer = tokenizers[name]
     special = {
@@ -188,7 +184,7 @@ def test_hostile_pages(name, context, tokenizers, models, tmp_path):
 
     # Every rollout reads the same page twice: its memory and its answer come after it.
     trainer = train(
-        models[name],
+        tiny_model(tokenizer),
         tmp_path,
         script_of(*[[call(page), "<mem>m</mem>" + call(page), "<mem>m</mem><answer>cat</answer>"] for page in pages]),
         rewards=[[None, 0.1 * i, 0.2] for i in range(len(pages))],
@@ -215,15 +211,12 @@ def test_hostile_pages(name, context, tokenizers, models, tmp_path):
         shown = decode(tokenizer, rollout.turns[0].response_ids)
         assert "".join(HOSTILE[page].split()) in "".join(shown.split())
         # What is trained is what was sampled: no token of the page.
-        if context == "memory":
-            batches = [rollout.turns[:2], rollout.turns[2:]]
-        else:
-            batches = [rollout.turns]
-        for part in batches:
-            inputs, row = row_of(trainer, part)
-            trained = inputs["completion_ids"][row][(inputs["tool_mask"] * inputs["completion_mask"])[row].bool()]
-            assert trained.tolist() == [i for turn in part for i in turn.completion_ids]
-            assert gradient_of(trainer, part)[(inputs["tool_mask"][row] == 0)].abs().sum() == 0
+        # In `context="memory"` the last turn has a row of its own, without anything of a page.
+        part = rollout.turns[:2] if context == "memory" else rollout.turns
+        inputs, row = row_of(trainer, part)
+        trained = inputs["completion_ids"][row][(inputs["tool_mask"] * inputs["completion_mask"])[row].bool()]
+        assert trained.tolist() == [i for turn in part for i in turn.completion_ids]
+        assert gradient_of(trainer, part)[(inputs["tool_mask"][row] == 0)].abs().sum() == 0
 
 
 @pytest.mark.parametrize("name", ["bytes", "qwen", "smollm2"])
