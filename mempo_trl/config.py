@@ -208,7 +208,6 @@ class MemPOConfig(GRPOConfig):
             "choices": ["respond", "exclude"],
         },
     )
-
     vllm_server_urls: list[str] | None = field(
         default=None,
         metadata={

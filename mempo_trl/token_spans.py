@@ -65,9 +65,12 @@ def token_spans(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> tuple[str
 
 def _parts_here(tokenizer: PreTrainedTokenizerBase, ids: list[int], begin: int, end: int) -> bool:
     """Whether no character goes on beyond `end`, though the text before it is broken there: garbage of any length."""
-    ahead = end + 3  # a character has at most four bytes, and its tokens have one each at least
-    before, after = decode(tokenizer, ids[begin:end]), decode(tokenizer, ids[end:ahead])
-    return before + after == decode(tokenizer, ids[begin:ahead])
+    before = decode(tokenizer, ids[begin:end])
+    # A character has at most four bytes, and its tokens have one each at least.
+    return all(
+        before + decode(tokenizer, ids[end:ahead]) == decode(tokenizer, ids[begin:ahead])
+        for ahead in range(end + 1, min(end + 3, len(ids)) + 1)
+    )
 
 
 def tokens_of(spans: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
