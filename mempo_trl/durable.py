@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from .checkpoints import (
     save_generation_batch,
     write_manifest,
 )
+from .processes import FailureWatch
 from .provenance import training_settings
 
 
@@ -33,8 +35,16 @@ class DurableTrainer(GRPOTrainer):
     changes nothing.
 
     To TRL's checkpoints it adds the generation batch in work, and what tells that they are complete and of this run. On
-    resume it finds the order of the questions again, in later epochs too.
+    resume it finds the order of the questions again, in later epochs too. An error on one process ends all of them, with
+    its cause.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._watch = FailureWatch()
+        if self.is_fsdp_enabled:
+            # Each forward gathers weights, so all processes have to make as many; `generate` doesn't see it by itself.
+            self.model.generate = partial(self.model.generate, synced_gpus=True)
 
     def train(
         self,
@@ -69,7 +79,12 @@ class DurableTrainer(GRPOTrainer):
                 f"is {os.path.basename(folders[-1])!r}). A later `resume_from_checkpoint=True` can't tell them apart: "
                 "choose another `output_dir`, remove them, or resume."
             )
-        return super().train(checkpoint, trial, ignore_keys_for_eval)
+        with self._watch:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def evaluate(self, *args, **kwargs):
+        with self._watch:
+            return super().evaluate(*args, **kwargs)
 
     def _get_train_sampler(self, dataset=None):
         self._train_sampler = super()._get_train_sampler(dataset)

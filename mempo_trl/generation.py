@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from .processes import ProcessFailure
+
 
 if TYPE_CHECKING:
     from .rollout import Rollout
@@ -134,8 +136,9 @@ class BatchGenerator(Generator):
     Runs the requests of all live rollouts as one batch per turn: a turn barrier.
 
     It is collective. Each round starts with one reduction over the processes, and every process then calls
-    `generate_batch` once, those without a request with a dummy prompt, until no process has a request left. An
-    exception on one process ends the round on all of them.
+    `generate_batch` once, those without a request with a dummy prompt, until no process has a request left. A rollout
+    that raises on one process ends the round on all of them. An engine that raises leaves at once, since it may have
+    left the others in a collective operation of its own; [`~mempo_trl.processes.FailureWatch`] tells them.
 
     Args:
         generate_batch (`Callable`):
@@ -147,6 +150,8 @@ class BatchGenerator(Generator):
             Ids that end a turn. A turn of full length that doesn't end in one of them was cut.
         reduce_max (`Callable`, *optional*):
             `reduce_max(values) -> values`: element-wise maximum over processes. Defaults to a single process.
+        gather (`Callable`, *optional*):
+            `gather(value) -> values`: the values of all processes. Defaults to a single process.
         dummy_prompt (`list[int]`, *optional*):
             Prompt for a process without a request.
         equal_counts (`bool`, *optional*, defaults to `False`):
@@ -161,6 +166,7 @@ class BatchGenerator(Generator):
         max_completion_length: int,
         eos_token_ids: list[int],
         reduce_max: Callable[[list[int]], list[int]] | None = None,
+        gather: Callable[[Any], list] | None = None,
         dummy_prompt: list[int] | None = None,
         equal_counts: bool = False,
         on_turn: Callable[[int, int], None] | None = None,
@@ -169,6 +175,7 @@ class BatchGenerator(Generator):
         self.max_completion_length = max_completion_length
         self.eos_token_ids = eos_token_ids
         self.reduce_max = reduce_max or (lambda values: values)
+        self.gather = gather or (lambda value: [value])
         self.dummy_prompt = dummy_prompt or [eos_token_ids[0]]
         self.equal_counts = equal_counts
         self.on_turn = on_turn
@@ -208,23 +215,24 @@ class BatchGenerator(Generator):
             `list`: Their results, in order.
 
         Raises:
-            RuntimeError: On every process, if a rollout or the engine raised on another one. Where it was raised, the
-                original error rises.
+            ProcessFailure: On every process, if a rollout raised on another one; the message names the cause. Where it
+                was raised, the original error rises.
         """
         self._live = len(rollouts)
         self._all_waiting = asyncio.Event()
         tasks = [asyncio.ensure_future(self._track(rollout)) for rollout in rollouts]
         self._check_barrier()
-        error = None
         try:
             while True:
                 await self._all_waiting.wait()
-                error = error or next((task.exception() for task in tasks if task.done() and task.exception()), None)
+                error = next((task.exception() for task in tasks if task.done() and task.exception()), None)
                 width, failed = self.reduce_max([len(self._requests), int(error is not None)])
-                if error is not None:
-                    raise error
                 if failed:
-                    raise RuntimeError("A rollout failed on another process; its error is in that process's log.")
+                    causes = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+                    if error is not None:
+                        raise error
+                    process, cause = next((i, cause) for i, cause in enumerate(causes) if cause is not None)
+                    raise ProcessFailure(f"A rollout failed on process {process}: {cause}")
                 if width == 0:
                     return [task.result() for task in tasks]
                 if self.on_turn is not None:
@@ -233,11 +241,7 @@ class BatchGenerator(Generator):
                 requests, self._requests = sorted(self._requests, key=lambda request: tasks.index(request[0])), []
                 if self._live:
                     self._all_waiting.clear()
-                try:
-                    self._generate(requests, width if self.equal_counts else max(1, len(requests)))
-                except Exception as engine_error:  # it rises in the next round, which tells the other processes
-                    error = engine_error
-                    self._all_waiting.set()
+                self._generate(requests, width if self.equal_counts else max(1, len(requests)))
         finally:
             for task in tasks:
                 task.cancel()

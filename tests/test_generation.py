@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from mempo_trl.generation import BatchGenerator, Generation, Generator, ReplayGenerator, run_in_event_loop
+from mempo_trl.processes import ProcessFailure
 
 
 EOS, OTHER_EOS = 2, 0
@@ -237,10 +238,12 @@ def test_default_dummy_is_an_end_of_turn():
 
 
 def test_failure_of_another_process():
-    """A failure elsewhere ends this process with a sentence that says where to look."""
+    """A failure elsewhere ends this process with its cause."""
     engine = Engine()
-    generator = batch_generator(engine, reduce_max=faked_process([[1, 0], [0, 1]]))
-    with pytest.raises(RuntimeError, match="failed on another process"):
+    generator = batch_generator(
+        engine, reduce_max=faked_process([[1, 0], [0, 1]]), gather=lambda value: [value, None, "KeyError: 'broken'"]
+    )
+    with pytest.raises(ProcessFailure, match="A rollout failed on process 2: KeyError: 'broken'"):
         play_all(generator, [rollout(generator, 10, 5)])
     assert len(engine.batches) == 1
 
@@ -252,22 +255,25 @@ class Processes:
         self.barrier = threading.Barrier(2, timeout=30)
         self.values = [None, None]
 
-    def reduce_max(self, rank):
-        def reduce(values):
-            self.values[rank] = values
-            self.barrier.wait()
-            reduced = [max(pair) for pair in zip(*self.values, strict=True)]
-            self.barrier.wait()
-            return reduced
-
-        return reduce
+    def gather(self, rank, value):
+        self.values[rank] = value
+        self.barrier.wait()
+        gathered = list(self.values)
+        self.barrier.wait()
+        return gathered
 
     def run(self, make):
-        """`make(rank, reduce_max)` gives a generator and its rollouts; result or exception of both ranks."""
+        """`make(rank, **collectives)` gives a generator and its rollouts; result or exception of both ranks."""
         results = [None, None]
 
         def work(rank):
-            generator, rollouts = make(rank, self.reduce_max(rank))
+            def gather(value):
+                return self.gather(rank, value)
+
+            def reduce_max(values):
+                return [max(pair) for pair in zip(*gather(values), strict=True)]
+
+            generator, rollouts = make(rank, reduce_max=reduce_max, gather=gather)
             try:
                 results[rank] = play_all(generator, rollouts)
             except Exception as error:
@@ -285,8 +291,8 @@ def test_processes_generate_equally_often():
     """With 1 and 4 turns on two processes, both call the engine four times, the idle one with a dummy."""
     engines = [Engine(), Engine()]
 
-    def make(rank, reduce_max):
-        generator = batch_generator(engines[rank], reduce_max=reduce_max, dummy_prompt=[9])
+    def make(rank, **collectives):
+        generator = batch_generator(engines[rank], **collectives, dummy_prompt=[9])
         return generator, [rollout(generator, 10 + rank, 1 if rank == 0 else 4)]
 
     assert Processes().run(make) == [[[10]], [[11] * 4]]
@@ -296,28 +302,21 @@ def test_processes_generate_equally_often():
     ]
 
 
-@pytest.mark.parametrize("where", ["engine", "rollout"])
-def test_processes_fail_together(where):
-    """What fails on one process, its engine or a rollout, rises there and ends the other one as well."""
+def test_processes_fail_together():
+    """A rollout that fails on one process rises there and ends the other one as well, which names it."""
 
-    def make(rank, reduce_max):
+    def make(rank, **collectives):
         async def tool(number, turn):
-            if where == "rollout" and (rank, turn) == (1, 1):
+            if (rank, turn) == (1, 1):
                 raise KeyError("broken")
 
-        class Broken(Engine):
-            def __call__(self, prompts, idle):
-                if where == "engine" and rank == 1 and len(self.batches) == 1:
-                    raise KeyError("broken")
-                return super().__call__(prompts, idle)
-
-        generator = batch_generator(Broken(), reduce_max=reduce_max)
+        generator = batch_generator(Engine(), **collectives)
         return generator, [rollout(generator, 10, 5, tool)]
 
     other, failed = Processes().run(make)
     assert isinstance(failed, KeyError)
-    assert isinstance(other, RuntimeError)
-    assert "failed on another process" in str(other)
+    assert isinstance(other, ProcessFailure)
+    assert str(other) == "A rollout failed on process 1: KeyError: 'broken'"
 
 
 def test_replay():
