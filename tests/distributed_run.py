@@ -1,15 +1,18 @@
 """
-What each process of `test_distributed.py` runs: `torchrun --nproc_per_node 2 distributed_run.py MODEL OUTPUT`.
+What each process of the distributed tests runs: `distributed_run.py MODEL OUTPUT SCENARIO...` under a launcher.
 
-Every scenario writes what the test compares to `OUTPUT/<scenario>-<rank>.json`. The last one ends with an error.
+Every scenario writes what the tests compare to `OUTPUT/<scenario>-<rank>.json`.
 """
 
 import faulthandler
 import json
 import os
+import random
 import sys
+import time
 from pathlib import Path
 
+import fsdp_on_cpu
 import torch
 from conftest import (
     GivenMemoryRewards,
@@ -18,11 +21,12 @@ from conftest import (
     call,
     config,
     dataset,
-    generation,
     search,
 )
+from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
-from mempo_trl import MemPOTrainer
+from mempo_trl import MemoryRewardCallback, MemPOTrainer
 
 
 # One group of four rollouts. On two processes the first has two rollouts of four turns (three sequences each), the
@@ -37,10 +41,10 @@ MEMORY_REWARDS = [[None, 0.3, 0.1, -0.2], [None, -0.1, 0.5, 0.0], [None, 0.8], [
 
 
 def settings(num_processes: int, **kwargs) -> dict:
-    """The same run on one process or on two: one group per optimiser step, two micro-batches."""
+    """The same run on one process, on two or on four: one group per optimiser step."""
     defaults = dict(
-        per_device_train_batch_size=2 // num_processes,
-        gradient_accumulation_steps=2,
+        per_device_train_batch_size=2 if num_processes == 1 else 1,
+        gradient_accumulation_steps=1 if num_processes == 4 else 2,
         num_generations=4,
         optim="sgd",
         learning_rate=0.1,
@@ -78,13 +82,23 @@ def outcome_of(trainer: RecordedTrainer) -> dict:
         "memory_advantages": [
             [[turn.memory_advantage for turn in rollout.turns] for rollout in batch] for batch in callback.rollouts
         ],
-        "weights": {name: p.flatten()[:50].tolist() for name, p in trainer.model.named_parameters()},
+        "weights": weights_of(trainer.model),
         "logged": [
             {name: entry[name] for name in ("reward", "rollout/turns_mean", "sequences/per_rollout")}
             for entry in trainer.state.log_history
             if "reward" in entry
         ],
     }
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter with the parts of all processes."""
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def weights_of(model) -> dict[str, list[float]]:
+    """The start of every trained parameter."""
+    return {name: full(p).flatten()[:50].tolist() for name, p in model.named_parameters() if p.requires_grad}
 
 
 class Counts:
@@ -123,8 +137,8 @@ class GeneratingTrainer(ScriptedTrainer):
         return ids, logps
 
 
-def given_rewards(folder, output, rank, **kwargs):
-    trainer = given_rewards_trainer(folder, output, rank, 2, **kwargs)
+def given_rewards(folder, output, rank, num_processes, **kwargs):
+    trainer = given_rewards_trainer(folder, output, rank, num_processes, **kwargs)
     counts = Counts(trainer.model)
     trainer.train()
     rows = [len(inputs["completion_ids"]) for inputs in trainer.inputs_seen]
@@ -160,56 +174,218 @@ def generating(folder, output, rank):
     }
 
 
-def failing_rollout(folder, output, rank):
-    """A rollout raises on the second process, in its second turn: both have to end, here by an exception."""
-    trainer = given_rewards_trainer(folder, output, rank, 2)
+def random_turns(number: int) -> list[str]:
+    """One to five turns, with and without memory, of which the last one answers or not: the same for each number."""
+    rng = random.Random(number)
 
-    def script(number, turn):
-        return (
-            "<answer>cat</answer>"
-            if rank == 0
-            else [call("a"), "<mem>m</mem>" + call("b"), "<answer>x</answer>"][turn]
-        )
+    def memory() -> str:
+        return f"<mem>{''.join(rng.choices('abcdefgh', k=rng.randint(0, 12)))}</mem>" * (rng.random() < 0.8)
 
-    def response_ids(carried_ids, response):
-        raise ArithmeticError("no response today")
-
-    trainer.script = script
-    if rank == 1:
-        trainer.protocol.response_ids = response_ids
-    try:
-        trainer.train()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": None}
+    searches = [memory() * (turn > 0) + call(rng.choice("pqrst") * 3) for turn in range(rng.randint(0, 4))]
+    return [*searches, memory() + rng.choice(["<answer>cat</answer>"] * 2 + ["<answer>dog</answer>", "I give up"])]
 
 
-def failing_engine(folder, output, rank):
-    """The engine itself raises on the second process while the first goes on: the launcher has to end both."""
-    trainer = given_rewards_trainer(folder, output, rank, 2)
+class Order:
+    """The order of forwards (`n` without gradient, `g` with it) and backwards (`b`), outside of `generate` or not."""
 
-    def script(number, turn):
-        if rank == 1:
-            raise ArithmeticError("no tokens today")
-        return generation(trainer._tokenizer, ROLLOUTS[number % 2][turn])
+    def __init__(self, trainer, with_generation: bool):
+        self.events = []
+        self.generating = False
+        self.with_generation = with_generation
+        model = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
+        model.register_forward_hook(lambda *args: self.add("g" if torch.is_grad_enabled() else "n"))
+        generate, backward = trainer._generate_turns, trainer.accelerator.backward
 
-    trainer.script = script
+        def generate_turns(*args):
+            self.generating = True
+            made = generate(*args)
+            self.generating = False
+            return made
+
+        def counted_backward(*args, **kwargs):
+            self.add("b")
+            return backward(*args, **kwargs)
+
+        trainer._generate_turns, trainer.accelerator.backward = generate_turns, counted_backward
+
+    def add(self, event: str) -> None:
+        if self.with_generation or not self.generating:
+            self.events.append(event)
+
+
+class KeptRollouts(MemoryRewardCallback):
+    """Scores the memories and keeps what the credit is made of."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_rollouts_end(self, args, state, control, *, rollouts, **kwargs):
+        super().on_rollouts_end(args, state, control, rollouts=rollouts, **kwargs)
+        self.batches.append(rollouts)
+
+
+def random_trainer(folder, output, rank: int, num_processes: int, *, lora=False, trainer_class=None, **kwargs):
+    """Twenty steps on random rollouts, numbered as over all processes; memories are scored."""
+    own = 4 // num_processes
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    defaults = dict(max_steps=20, max_completion_length=6, memory_token_filter="none", max_tokens_per_microbatch=700)
+    return (trainer_class or GeneratingTrainer)(
+        model=folder,
+        args=config(output, **settings(num_processes, **(defaults | kwargs))),
+        train_dataset=dataset(20, id=list(range(20))),
+        tools=[search],
+        callbacks=[KeptRollouts()],
+        peft_config=adapter if lora else None,
+        script=lambda number, turn: random_turns(number // own * 4 + own * rank + number % own)[turn],
+    )
+
+
+def random_run(folder, output, rank: int, num_processes: int, **kwargs) -> dict:
+    trainer = random_trainer(folder, output, rank, num_processes, **kwargs)
+    order = Order(trainer, with_generation=trainer.is_fsdp_enabled)
+    trainer.train()
+    kept = next(c for c in trainer.callback_handler.callbacks if isinstance(c, KeptRollouts))
+    return {
+        "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "scorer": trainer._scorer_type.__name__,
+        "steps": trainer.state.global_step,
+        "order": "".join(order.events),
+        "turns": [[len(rollout.turns) for rollout in batch] for batch in kept.batches],
+        "generated": [calls[1] for calls in trainer.generated] if isinstance(trainer, GeneratingTrainer) else None,
+        "advantages": [[rollout.advantage for rollout in batch] for batch in kept.batches],
+        "memory_rewards": [[[turn.memory_reward for turn in r.turns] for r in batch] for batch in kept.batches],
+        "memory_advantages": [[[turn.memory_advantage for turn in r.turns] for r in batch] for batch in kept.batches],
+        "weights": weights_of(trainer.model),
+        "kl": [entry["kl"] for entry in trainer.state.log_history if "kl" in entry],
+    }
+
+
+def sampling(folder, output, rank: int, num_processes: int, **kwargs) -> dict:
+    """Really sampled rollouts, with nothing put in their place."""
+    trainer = MemPOTrainer(
+        model=folder,
+        args=config(output, **settings(num_processes, max_steps=20, max_completion_length=12, **kwargs)),
+        train_dataset=dataset(20),
+        tools=[search],
+        callbacks=[KeptRollouts()],
+    )
+    trainer.train()
+    kept = next(c for c in trainer.callback_handler.callbacks if isinstance(c, KeptRollouts))
+    return {
+        "steps": trainer.state.global_step,
+        "completions": [[rollout.completion_ids for rollout in batch] for batch in kept.batches],
+    }
+
+
+def saving(folder, output, rank: int, num_processes: int, **kwargs) -> dict:
+    """Two steps with a checkpoint after each, and what plain transformers and PEFT should find in the folders."""
+    trainer = random_trainer(
+        folder, output, rank, num_processes, max_steps=2, save_strategy="steps", save_steps=1, **kwargs
+    )
+    trainer.train()
+    trainer.save_model(f"{output}/final")
+    return {"weights": weights_of(trainer.model)}
+
+
+def failure(where: str, rank: int, folder, output, num_processes: int) -> None:
+    """One thing fails on the second process only."""
+    failing = rank == 1
+    reward_funcs, tools, kwargs = None, [search], {}
+
+    def broken(*args, **kwargs):
+        raise ArithmeticError(f"no {where} today")
+
+    class Broken(KeptRollouts):
+        on_rollouts_end = broken
+
+    async def blocking_search(query: str) -> str:
+        """
+        Searches, and never comes back.
+
+        Args:
+            query: What to search for.
+        """
+        if failing:
+            time.sleep(600)
+        return "nothing"
+
+    blocking_search.__name__ = "search"
+    if where == "reward":
+        reward_funcs = [broken if failing else lambda completions, **kwargs: [0.0] * len(completions)]
+        reward_funcs[0].__name__ = "reward"
+    if where == "tool":
+        tools, kwargs = [blocking_search], {"tool_timeout": 2.0}
+    trainer = ScriptedTrainer(
+        model=folder,
+        args=config(output, **settings(num_processes, **kwargs)),
+        train_dataset=dataset(),
+        tools=tools,
+        reward_funcs=reward_funcs,
+        callbacks=[Broken() if failing and where == "scoring" else KeptRollouts()],
+        script=lambda number, turn: ROLLOUTS[number % 2][turn],
+    )
+    if failing and where == "rollout":
+        trainer.protocol.response_ids = broken
+    if failing and where == "engine":
+        trainer._generate_single_turn = broken
+    if failing and where == "backward":
+        trainer.accelerator.backward = broken
     trainer.train()
 
 
+def hanging_search(query: str) -> str:
+    """
+    Searches, and comes back much too late.
+
+    Args:
+        query: What to search for.
+    """
+    time.sleep(600)
+
+
+def hanging_tool(folder, output, rank: int, num_processes: int) -> dict:
+    """A plain function that hangs in its thread, on the second process only."""
+    hanging_search.__name__ = "search"
+    trainer = ScriptedTrainer(
+        model=folder,
+        args=config(output, **settings(num_processes, tool_timeout=0.5, max_steps=1, max_tool_error_rate=1.0)),
+        train_dataset=dataset(),
+        tools=[hanging_search if rank == 1 else search],
+        callbacks=[KeptRollouts()],
+        script=lambda number, turn: ROLLOUTS[2 * rank + number % 2][turn],
+    )
+    trainer.train()
+    return {"tool/error_frac": trainer.state.log_history[0]["tool/error_frac"], "steps": trainer.state.global_step}
+
+
 def main():
-    folder, output = sys.argv[1:]
-    rank = int(os.environ["RANK"])
-    faulthandler.dump_traceback_later(150, exit=True)  # a deadlock ends with a trace instead of a time-out
-    for name, scenario in (
-        ("grpo", lambda path: given_rewards(folder, path, rank, loss_type="grpo")),
+    folder, output, *names = sys.argv[1:]
+    rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(200, exit=True)  # a deadlock ends with a trace instead of a time-out
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        fsdp_on_cpu.enable()
+    scenarios = {
+        "grpo": lambda path: given_rewards(folder, path, rank, num_processes, loss_type="grpo"),
         # Each row in a forward of its own.
-        ("dapo", lambda path: given_rewards(folder, path, rank, loss_type="dapo", max_tokens_per_microbatch=100)),
-        ("generating", lambda path: generating(folder, path, rank)),
-        ("failing_rollout", lambda path: failing_rollout(folder, path, rank)),
-        ("failing_engine", lambda path: failing_engine(folder, path, rank)),
-    ):
-        result = scenario(f"{output}/{name}")
+        "dapo": lambda path: given_rewards(
+            folder, path, rank, num_processes, loss_type="dapo", max_tokens_per_microbatch=100
+        ),
+        "generating": lambda path: generating(folder, path, rank),
+        "comb": lambda path: random_run(folder, path, rank, num_processes, memory_scoring="comb"),
+        "rows": lambda path: random_run(folder, path, rank, num_processes, memory_scoring="rows"),
+        "lora": lambda path: random_run(folder, path, rank, num_processes, lora=True),
+        "sampling": lambda path: sampling(folder, path, rank, num_processes),
+        "saving": lambda path: saving(folder, path, rank, num_processes),
+        "saving_lora": lambda path: saving(folder, path, rank, num_processes, lora=True),
+        "hanging_tool": lambda path: hanging_tool(folder, path, rank, num_processes),
+    }
+    for name in names:
+        path = f"{output}/{name}"
+        if name.startswith("failing_"):
+            failure(name.removeprefix("failing_"), rank, folder, path, num_processes)
+            continue
+        result = scenarios[name](path)
         Path(output, f"{name}-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 

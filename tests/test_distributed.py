@@ -1,40 +1,27 @@
-"""Two processes on gloo against one: the same credit and weights, in step, and an error ends both."""
+"""Two processes on gloo against one: the same credit and weights, in step, and an error ends both with its cause."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import config
 from distributed_run import ROLLOUTS, given_rewards_trainer, outcome_of
+from launching import by_rank, launch
+
+from mempo_trl.processes import longest_tool_call
+
+
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def results(short_folder, tmp_path_factory):
     """What both processes wrote, per scenario, with the launcher's exit status and output."""
-    output = tmp_path_factory.mktemp("distributed")
-    launched = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-            *(str(Path(__file__).parent / "distributed_run.py"), short_folder, str(output)),
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    written = {}
-    for path in output.glob("*.json"):
-        name, rank = path.stem.rsplit("-", 1)
-        written.setdefault(name, {})[int(rank)] = json.loads(path.read_text(encoding="utf-8"))
-    return written | {"returncode": launched.returncode, "output": launched.stdout + launched.stderr}
+    return launch(2, short_folder, tmp_path_factory.mktemp("distributed"), "grpo", "dapo", "generating")
 
 
 def both(results, name):
-    assert name in results and len(results[name]) == 2, results["output"][-5000:]
-    return results[name][0], results[name][1]
+    return by_rank(results, name, 2)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
@@ -111,15 +98,59 @@ def forwards_of_generation(process) -> int:
     return sum(length for _, length in process["generated"] + process["generated_in_evaluation"])
 
 
-def test_a_failing_rollout_ends_both(results):
-    """The process where it happened raises the error itself, the other one says where to look."""
-    first, second = both(results, "failing_rollout")
-    assert second["error"] == "ArithmeticError: no response today"
-    assert first["error"].startswith("RuntimeError: A rollout failed on another process")
-
-
-def test_a_failing_engine_ends_both(results):
-    """An error outside of a rollout on one process ends the whole run, in bounded time and with its cause shown."""
+def failing(where, folder, tmp_path, config=None, timeout=120):
+    """Output of two processes of which the second one fails."""
+    results = launch(2, folder, tmp_path, f"failing_{where}", config=config, timeout=timeout)
     assert results["returncode"] != 0
-    assert "ArithmeticError: no tokens today" in results["output"]
-    assert "failing_engine" not in results
+    return results["output"]
+
+
+def test_a_failing_rollout_ends_both(short_folder, tmp_path):
+    """The process where it happened raises the error itself, the other one names it."""
+    output = failing("rollout", short_folder, tmp_path)
+    assert "[rank1]: ArithmeticError: no rollout today" in output
+    assert "ProcessFailure: A rollout failed on process 1: ArithmeticError: no rollout today" in output
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "engine",
+        pytest.param("scoring", marks=pytest.mark.slow),
+        pytest.param("reward", marks=pytest.mark.slow),
+        pytest.param("backward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_ends_both(where, short_folder, tmp_path):
+    """Whatever raises on one process, while the other one waits for it: both end, and both name the cause."""
+    output = failing(where, short_folder, tmp_path)
+    assert f"[rank1]: ArithmeticError: no {where} today" in output
+    assert f"[RANK 0] Process 1 failed: ArithmeticError: no {where} today" in output
+
+
+@pytest.mark.slow
+def test_a_tool_that_blocks_its_process(short_folder, tmp_path):
+    """An async tool that never gives way escapes its time-out: both processes end, and both name the call."""
+    output = failing("tool", short_folder, tmp_path)
+    call = "The tool call search({'query': 'a'}) did not come back within 2 s, and it blocks its process"
+    assert f"[RANK 0] Process 1 failed: {call}" in output
+    assert f"\nProcess 1 failed: {call}" in output
+
+
+@pytest.mark.slow
+def test_a_tool_that_hangs_in_its_thread(short_folder, tmp_path):
+    """A plain tool that hangs on one process is given up there after its time-out, counted, and training goes on."""
+    results = launch(2, short_folder, tmp_path, "hanging_tool", timeout=120)
+    first, second = by_rank(results, "hanging_tool", 2)
+    # Six searches on the first process; the two rollouts of the second one search once and not at all.
+    assert first == second == {"tool/error_frac": pytest.approx(1 / 7), "steps": 1}
+
+
+def test_tool_calls_are_given_up_before_the_other_processes_give_up(tmp_path):
+    """The longest call has to fit into the time-out of the processes that wait for it; one process waits for nobody."""
+    # Three attempts of 60 s with pauses of up to 1 and 2 s.
+    assert longest_tool_call(config(tmp_path, tool_timeout=60.0, tool_retries=2), num_processes=2) == 183
+    args = config(tmp_path, tool_timeout=600.0, tool_retries=2)
+    assert longest_tool_call(args, num_processes=1) == 1803
+    with pytest.raises(ValueError, match="may take 1803 s .* `ddp_timeout` = 1800 s"):
+        longest_tool_call(args, num_processes=2)
