@@ -1,8 +1,10 @@
 """Which rows share a forward: few of them, with little padding, within a budget of tokens."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 
@@ -117,3 +119,8 @@ def forward_by_length(
             ]
     logps, entropies = (None if column[0] is None else torch.stack(column) for column in zip(*per_row, strict=True))
     return logps, entropies, None if aux_losses[0] is None else torch.stack(aux_losses).mean()
+
+
+def recompute_contexts(accelerator: Accelerator, model: torch.nn.Module) -> tuple:
+    """Contexts of a forward and of its repetition: a repeated one must not tell DDP that another backward begins."""
+    return nullcontext(), accelerator.no_sync(model)

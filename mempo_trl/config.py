@@ -1,8 +1,11 @@
 """Configuration of [`MemPOTrainer`]."""
 
+import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig
+
+from .validation import check_options, check_values, choose
 
 
 ANSWER_TEMPLATE = (
@@ -30,11 +33,6 @@ ALARM_THRESHOLDS = {
     "sampling_gap": 0.1,
 }
 """The alarms of a run ([`~mempo_trl.alarms.find_alarms`]) with their thresholds; docs/alarms.md gives the reasons."""
-
-
-def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
 
 
 @dataclass
@@ -304,38 +302,31 @@ class MemPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        check_values(self)  # before the parent compares a text with a number, or divides by zero
         super().__post_init__()
-        _choose("context", self.context, ("memory", "full"))
-        _choose("loss_type", self.loss_type, LOSS_TYPES)
-        _choose("tool_failure", self.tool_failure, ("respond", "exclude"))
-        _choose("memory_token_filter", self.memory_token_filter, TOKEN_FILTERS)
-        _choose("memory_baseline", self.memory_baseline, ("history", "previous"))
-        _choose("memory_answer", self.memory_answer, ("joint", "objectives"))
-        _choose("memory_credit", self.memory_credit, ("all", "successful"))
-        _choose("memory_scoring", self.memory_scoring, ("auto", "comb", "rows"))
-        for name in (
-            "max_turns",
-            "memory_scoring_max_tokens",
-            "max_tokens_per_microbatch",
-            "max_tool_response_length",
-            "max_prompt_length",
-        ):
-            value = self.__dict__[name]
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; it must be at least 1.")
-        if self.tool_timeout <= 0:
-            raise ValueError(f"`tool_timeout` is {self.tool_timeout}; it must be a positive number of seconds.")
-        if self.tool_retries < 0:
-            raise ValueError(f"`tool_retries` is {self.tool_retries}; it must be 0 or more.")
+        choose("context", self.context, ("memory", "full"))
+        choose("loss_type", self.loss_type, LOSS_TYPES)
+        choose("tool_failure", self.tool_failure, ("respond", "exclude"))
+        choose("memory_token_filter", self.memory_token_filter, TOKEN_FILTERS)
+        choose("memory_baseline", self.memory_baseline, ("history", "previous"))
+        choose("memory_answer", self.memory_answer, ("joint", "objectives"))
+        choose("memory_credit", self.memory_credit, ("all", "successful"))
+        choose("memory_scoring", self.memory_scoring, ("auto", "comb", "rows"))
+        check_options(self)
+        if self.max_completion_length is None:
+            raise ValueError("`max_completion_length` is None; a turn needs a limit, such as 512 tokens.")
+        for name in ("tool_timeout", "memory_advantage_weight"):
+            if math.isinf(self.__dict__[name]):
+                raise ValueError(f"`{name}` is {self.__dict__[name]}; it must be finite.")
         if self.memory_advantage_weight < 0:
             raise ValueError(
                 f"`memory_advantage_weight` is {self.memory_advantage_weight}; a negative weight would reward bad "
                 "memories. Use 0.0 to switch the memory reward off."
             )
-        for name in ("memory_prob_threshold", "max_tool_error_rate"):
+        for name in ("system_prompt", "chat_template_path", "answer_template"):
             value = self.__dict__[name]
-            if not 0 <= value <= 1:
-                raise ValueError(f"`{name}` is {value}; it must be between 0 and 1.")
+            if not isinstance(value, str) and not (value is None and name != "answer_template"):
+                raise ValueError(f"`{name}` is {value!r}; it must be a text.")
         if self.answer_template.count("{answer}") != 1:
             raise ValueError(
                 f"`answer_template` is {self.answer_template!r}; it must contain '{{answer}}' exactly once."
@@ -347,7 +338,7 @@ class MemPOConfig(GRPOConfig):
             )
         # TRL's trainer looks at this where it builds its own client.
         if self.loss_type == "vespo" and self.use_vllm and self.vllm_importance_sampling_correction:
-            _choose(
+            choose(
                 "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, ("token_truncate", "token_mask")
             )
         if self.vllm_server_urls is not None:
@@ -367,12 +358,15 @@ class MemPOConfig(GRPOConfig):
                 '{"truncated": 0.5, "entropy": null}.'
             )
         for name, threshold in (self.alarm_thresholds or {}).items():
-            _choose("alarm_thresholds", name, tuple(ALARM_THRESHOLDS))
-            if isinstance(threshold, bool) or not isinstance(threshold, int | float | None):
+            choose("alarm_thresholds", name, tuple(ALARM_THRESHOLDS))
+            is_nan = threshold != threshold
+            if isinstance(threshold, bool) or not isinstance(threshold, int | float | None) or is_nan:
                 raise ValueError(
                     f"`alarm_thresholds[{name!r}]` is {threshold!r}; it must be a number, or `None` to switch the "
                     "alarm off."
                 )
         self.alarm_thresholds = {**ALARM_THRESHOLDS, **(self.alarm_thresholds or {})}
+        if not isinstance(self.stop_on_alarms, list | None):
+            raise ValueError(f"`stop_on_alarms` is {self.stop_on_alarms!r}; give a list, such as ['all'].")
         for name in self.stop_on_alarms or []:
-            _choose("stop_on_alarms", name, ("all", *ALARM_THRESHOLDS))
+            choose("stop_on_alarms", name, ("all", *ALARM_THRESHOLDS))

@@ -94,7 +94,14 @@ def load_chat_template(name_or_path: str) -> str:
         raise ValueError(
             f"`chat_template_path` is {name_or_path!r}, which is neither a file nor one of {sorted(shipped)}."
         )
-    return path.read_text(encoding="utf-8")
+    return _read("chat_template_path", path)
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{name}` is {str(path)!r}, which is no text in UTF-8: {error}. Save it as UTF-8.") from None
 
 
 def _read_system_prompt(text_or_path: str) -> str:
@@ -102,7 +109,7 @@ def _read_system_prompt(text_or_path: str) -> str:
     if "\n" in text_or_path or len(text_or_path) >= 256:
         return text_or_path
     if Path(text_or_path).is_file():
-        return Path(text_or_path).read_text(encoding="utf-8")
+        return _read("system_prompt", Path(text_or_path))
     if text_or_path.endswith((".txt", ".md")):
         raise ValueError(f"`system_prompt` is {text_or_path!r}, and there is no such file.")
     return text_or_path

@@ -188,6 +188,12 @@ def format_reward(completions: list, rollouts: list, **kwargs) -> list[float | N
     return [1.0 if rollout.well_formed else 0.0 for rollout in rollouts]
 
 
+REWARD_ARGUMENTS = (
+    *("prompts", "completions", "completion_ids", "rollouts"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
+"""What reward functions get beside the columns, so that no column may have one of these names."""
+
 # The names that recipes use.
 REWARD_FUNCS = {
     func.__name__: func

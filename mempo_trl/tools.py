@@ -16,6 +16,9 @@ from typing import Any
 
 import jsonschema
 from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from .inputs import check_tools
 
 
 logger = logging.getLogger(__name__)
@@ -74,8 +77,17 @@ def tool_schema(tool: Callable) -> dict:
 
     Returns:
         `dict`: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+
+    Raises:
+        ValueError: If its types or its docstring do not say what it takes.
     """
-    schema = get_json_schema(tool if inspect.isroutine(tool) else tool.__call__)
+    try:
+        schema = get_json_schema(tool if inspect.isroutine(tool) else tool.__call__)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"The tool {tool_name(tool)!r} has no schema: {error}. Give each parameter a type (`query: str`) and the "
+            "docstring a first sentence and an `Args:` section that describes each, in Google's form."
+        ) from None
     schema["function"]["name"] = tool_name(tool)
     return schema
 
@@ -237,12 +249,11 @@ class Toolbox:
             Further attempts after a failed one, with exponential back-off and jitter from one second up.
 
     Raises:
-        ValueError: If there is no tool, or if two tools have the same name.
+        ValueError: If there is no tool, if two have the same name, or if one has no name, no types or no docstring.
     """
 
     def __init__(self, tools: list[Callable], timeout: float = 60.0, retries: int = 2):
-        if not tools:
-            raise ValueError("`tools` is empty; pass at least one tool, for example `tools=[SearchTool(retriever)]`.")
+        check_tools(tools)
         self.tools = {tool_name(tool): tool for tool in tools}
         if len(self.tools) < len(tools):
             raise ValueError(

@@ -3,12 +3,10 @@
 import math
 import textwrap
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
@@ -20,13 +18,14 @@ from trl.trainer.utils import get_config_model_id
 
 from .advantages import standardize_memory_rewards, token_advantages, without_spread
 from .alarms import AlarmCallback
-from .batching import batch_by_length, forward_by_length, split_to_count
+from .batching import batch_by_length, forward_by_length, recompute_contexts, split_to_count
 from .comb import choose_scorer
 from .config import MemPOConfig
-from .data.objectives import check_dataset, golden_answers_of
+from .data.objectives import check_row, golden_answers_of
 from .durable import DurableTrainer
 from .endpoints import CompletionsGenerator
 from .generation import BatchGenerator, run_in_event_loop
+from .inputs import check_data, check_loaded, check_model, check_tokenizer
 from .memory_reward import MemoryRewardCallback, RolloutCallback
 from .model_card import complete_model_card
 from .monitoring import RolloutWriter, last_tool_failure, rollout_record, rollout_statistics, total_tokens
@@ -127,11 +126,12 @@ class MemPOTrainer(DurableTrainer):
         rollout_func: None = None,
         environment_factory: None = None,
     ):
+        if not isinstance(args, MemPOConfig | None):
+            raise TypeError(f"`args` must be a `MemPOConfig`, got `{type(args).__name__}`.")
+        check_model(model, peft_config, MemPOConfig.beta if args is None else args.beta)
         model_id = model if isinstance(model, str) else get_config_model_id(model.config)
         if args is None:
             args = MemPOConfig(f"{model_id.split('/')[-1]}-MemPO")
-        if not isinstance(args, MemPOConfig):
-            raise TypeError(f"`args` must be a `MemPOConfig`, got `{type(args).__name__}`.")
         if rollout_func is not None or environment_factory is not None:
             name = "rollout_func" if rollout_func is not None else "environment_factory"
             raise ValueError(f"`{name}` is not supported: MemPOTrainer plays its own rollouts. Pass `tools` instead.")
@@ -149,6 +149,7 @@ class MemPOTrainer(DurableTrainer):
                 f"`processing_class` is a `{type(processing_class).__name__}`: images are not supported. Pass the "
                 "tokenizer of a text model."
             )
+        check_tokenizer(processing_class)
         if args.chat_template_path is not None:
             processing_class.chat_template = load_chat_template(args.chat_template_path)
         self.toolbox = Toolbox(tools or [], timeout=args.tool_timeout, retries=args.tool_retries)
@@ -162,8 +163,8 @@ class MemPOTrainer(DurableTrainer):
             max_tool_response_length=args.max_tool_response_length,
         )
         self._needs_answers = reward_funcs is None or args.memory_advantage_weight > 0
-        for name, dataset in _named_datasets(train_dataset, eval_dataset).items():
-            check_dataset(dataset, name, needs_answers=self._needs_answers)
+        reward_funcs = [exact_match_reward] if reward_funcs is None else reward_funcs
+        datasets = check_data(train_dataset, eval_dataset, args, reward_funcs, needs_answers=self._needs_answers)
 
         # With `vllm_mode="server"` every turn is a request of its own. An adapter goes to the servers as it is; only the
         # weights of a full model go there by TRL's client.
@@ -180,7 +181,7 @@ class MemPOTrainer(DurableTrainer):
             )
         super().__init__(
             model=model,
-            reward_funcs=[exact_match_reward] if reward_funcs is None else reward_funcs,
+            reward_funcs=reward_funcs,
             args=args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -199,32 +200,14 @@ class MemPOTrainer(DurableTrainer):
         # A cut turn is one turn of a rollout here, and not always the end of a row: the sequences take care of it.
         self._mask_truncated_rollouts = self.mask_truncated_completions
         self.mask_truncated_completions = False
-        self._max_prompt_length = args.max_prompt_length
-        max_length = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
-        if args.use_vllm and args.vllm_max_model_length is not None:
-            max_length = args.vllm_max_model_length
         self._server: CompletionsGenerator | None = None
+        served_length = None
         if uses_server:
             self._server, served_length = policy_generator(
                 args, self.eos_token_ids, serves_adapter, self.accelerator.process_index
             )
-            max_length = min(filter(None, (max_length, served_length)), default=None)
         self._last_batch = {"train": (-1, 0), "eval": (-1, 0)}  # step, and number of the generation batch within it
-        if self._max_prompt_length is None and max_length is not None:
-            self._max_prompt_length = max_length - self.max_completion_length
-            if self._max_prompt_length < 1:
-                raise ValueError(
-                    f"`max_completion_length` is {self.max_completion_length}, but the model takes {max_length} tokens "
-                    "in all; lower it."
-                )
-        if args.recompute_forwards and self.accelerator.distributed_type in (
-            DistributedType.FSDP,
-            DistributedType.DEEPSPEED,
-        ):
-            raise ValueError(
-                f"`recompute_forwards` doesn't work with {self.accelerator.distributed_type.value}, which gathers weights "
-                "around each forward. Lower `per_device_train_batch_size` or use `gradient_checkpointing` instead."
-            )
+        self._max_prompt_length = check_loaded(self.model, self.protocol, args, datasets, served_length)
         self._scorer_type = choose_scorer(self.model, args.memory_scoring)
         if not any(isinstance(callback, MemoryRewardCallback) for callback in self.callback_handler.callbacks):
             self.add_callback(MemoryRewardCallback())
@@ -260,6 +243,8 @@ class MemPOTrainer(DurableTrainer):
         return super().get_batch_samples(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        for row in inputs:  # of a stream only the first row was checked before
+            check_row(row, "A row of the data set", self._needs_answers)
         self._rows = [
             {
                 **row,
@@ -511,7 +496,7 @@ class MemPOTrainer(DurableTrainer):
         forward = partial(super()._get_per_token_logps_and_entropies, model, **kwargs)
         if self.args.recompute_forwards and torch.is_grad_enabled():
             # A repeated forward must not tell DDP that another backward is about to begin.
-            contexts = partial(_recompute_contexts, self.accelerator, model)
+            contexts = partial(recompute_contexts, self.accelerator, model)
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         logps, entropies, aux_loss = forward_by_length(
             forward, input_ids, attention_mask, logits_to_keep, batches, self._tokenizer.pad_token_id
@@ -617,16 +602,3 @@ class MemPOTrainer(DurableTrainer):
                 is_adapter=isinstance(self.model, PeftModel),
                 system_prompt=self.protocol.system_prompt,
             )
-
-
-def _recompute_contexts(accelerator: Accelerator, model: torch.nn.Module) -> tuple:
-    return nullcontext(), accelerator.no_sync(model)
-
-
-def _named_datasets(train_dataset, eval_dataset) -> dict[str, Any]:
-    datasets = {} if train_dataset is None else {"train_dataset": train_dataset}
-    if isinstance(eval_dataset, dict):
-        datasets |= {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
-    elif eval_dataset is not None:
-        datasets["eval_dataset"] = eval_dataset
-    return datasets

@@ -43,7 +43,7 @@ def test_defaults_of_the_paper(tmp_path):
         ("memory_scoring_max_tokens", 0, "at least 1"),
         ("max_tool_response_length", 0, "at least 1"),
         ("max_prompt_length", -5, "at least 1"),
-        ("tool_timeout", 0.0, "positive number of seconds"),
+        ("tool_timeout", 0.0, "a positive number"),
         ("tool_retries", -1, "0 or more"),
         ("memory_advantage_weight", -0.5, "Use 0.0"),
         ("memory_prob_threshold", 1.5, "between 0 and 1"),

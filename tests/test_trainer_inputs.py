@@ -29,7 +29,7 @@ from mempo_trl import MemPOTrainer
         (dict(processing_class="processor"), ["`processing_class`", "`str`", "tokenizer"]),
         (dict(args=dict(chat_template_path="no.jinja")), ["`chat_template_path`", "'no.jinja'", "chatml"]),
         (dict(args=dict(max_completion_length=8192)), ["`max_completion_length` is 8192", "lower it"]),
-        (dict(args=dict(reward_weights=[1.0, 2.0])), ["(2)", "(1)"]),
+        (dict(args=dict(reward_weights=[1.0, 2.0])), ["2 numbers for 1 reward"]),
         (dict(train_dataset=None), ["`train_dataset`"]),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -3,13 +3,17 @@
 import hashlib
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from ..rewards import normalize_squad, normalize_words
+from ..rewards import REWARD_ARGUMENTS, normalize_squad, normalize_words
+
+
+_WRITTEN_LIST = re.compile(r"""\[\s*(["']).*\1\s*\]""", re.DOTALL)
 
 
 class BadRow(ValueError):
@@ -78,7 +82,39 @@ def golden_answers_of(row: Mapping[str, Any], required: bool = True) -> list[lis
     return normalize_golden_answers(row.get("golden_answers"))
 
 
-def check_dataset(dataset: Dataset | IterableDataset, name: str, needs_answers: bool) -> None:
+def check_row(row: Mapping[str, Any], name: str, needs_answers: bool) -> None:
+    """
+    Check a row.
+
+    Args:
+        row (`Mapping`):
+            The row.
+        name (`str`):
+            What the message calls it.
+        needs_answers (`bool`):
+            Whether `golden_answers` are needed.
+
+    Raises:
+        ValueError: If it has no question or no answer.
+    """
+    question = row.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{name} has the question {question!r}; it must be a text.")
+    if not needs_answers:
+        return
+    try:
+        objectives = normalize_golden_answers(row.get("golden_answers"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for alias in (alias for aliases in objectives for alias in aliases):
+        if _WRITTEN_LIST.fullmatch(alias):
+            raise ValueError(
+                f"{name} has the answer {alias!r}, a list that was written as text (as CSV files do), which no answer "
+                "would ever equal. Read it with `json.loads` or `ast.literal_eval` first."
+            )
+
+
+def check_dataset(dataset: Dataset | IterableDataset, name: str, needs_answers: bool) -> list[str]:
     """
     Check that a data set can be trained on or evaluated, before anything is loaded.
 
@@ -90,11 +126,20 @@ def check_dataset(dataset: Dataset | IterableDataset, name: str, needs_answers: 
         needs_answers (`bool`):
             Whether `golden_answers` are needed (for the default reward or the memory reward).
 
+    Returns:
+        `list[str]`: Names of its columns.
+
     Raises:
-        ValueError: If a column is missing, or if a row has no question or no answer.
+        ValueError: If it is no data set, if a column is missing or has the name of something else that reward functions
+            get, or if a row has no question or no answer.
     """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(
+            f"`{name}` is a `{type(dataset).__name__}`; pass a `datasets.Dataset`, such as one split of a `DatasetDict`, or "
+            "`Dataset.from_list(rows)`."
+        )
     if isinstance(dataset, IterableDataset):
-        columns = dataset.column_names or list(next(iter(dataset)))
+        columns = dataset.column_names or list(next(iter(dataset), {}))
         rows = dataset.take(1)
     else:
         columns, rows = dataset.column_names, dataset
@@ -107,16 +152,17 @@ def check_dataset(dataset: Dataset | IterableDataset, name: str, needs_answers: 
         )
     if "image" in columns or "images" in columns:
         raise ValueError(f"`{name}` has an image column; images are not supported. Remove it.")
+    taken = [column for column in columns if column in REWARD_ARGUMENTS]
+    if taken:
+        raise ValueError(
+            f"`{name}` has the column {', '.join(map(repr, taken))}, a name under which reward functions get something "
+            "else. Rename or remove it."
+        )
     if not isinstance(rows, IterableDataset):
         rows = rows.select_columns(needed)
     for number, row in enumerate(rows):
-        if not isinstance(row["question"], str) or not row["question"].strip():
-            raise ValueError(f"Row {number} of `{name}` has the question {row['question']!r}; it must be a text.")
-        if needs_answers:
-            try:
-                normalize_golden_answers(row["golden_answers"])
-            except ValueError as error:
-                raise ValueError(f"Row {number} of `{name}`: {error}") from None
+        check_row(row, f"Row {number} of `{name}`", needs_answers)
+    return list(columns)
 
 
 def question_key(question: str) -> str:
