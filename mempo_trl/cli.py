@@ -1,6 +1,7 @@
 """The `mempo` command. Each subcommand is a script in `mempo_trl.scripts`."""
 
 import importlib
+import subprocess
 import sys
 
 from accelerate.commands.launch import launch_command, launch_command_parser
@@ -48,14 +49,19 @@ def main(argv: list[str] | None = None) -> int:
     *_, from_config, from_command_line = parser.parse_args_and_config(
         arguments, return_remaining_strings=True, separate_remaining_strings=True
     )
-    check_launch_arguments(from_config + from_command_line)
-    launch_arguments = resolve_accelerate_config_argument(from_config + from_command_line)
+    try:
+        check_launch_arguments(from_config + from_command_line)
+        launch_arguments = resolve_accelerate_config_argument(from_config + from_command_line)
+    except ValueError as error:
+        parser.error(str(error))
     script_arguments = _without(arguments, from_command_line)
-    launch_command(
-        launch_command_parser().parse_args(
-            [*launch_arguments, "--module", f"mempo_trl.scripts.{name}", *script_arguments]
-        )
+    launched = launch_command_parser().parse_args(
+        [*launch_arguments, "--module", f"mempo_trl.scripts.{name}", *script_arguments]
     )
+    try:
+        launch_command(launched)
+    except subprocess.CalledProcessError as error:  # what went wrong stands in the output of the process already
+        return error.returncode
     return 0
 
 

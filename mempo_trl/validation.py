@@ -64,7 +64,7 @@ def choose(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
 
 
-def _types(field: dataclasses.Field) -> set:
+def field_types(field: dataclasses.Field) -> set:
     """The types that a field's annotation names, without their parameters."""
     is_union = isinstance(field.type, types.UnionType) or typing.get_origin(field.type) is typing.Union
     parts = typing.get_args(field.type) if is_union else (field.type,)
@@ -86,7 +86,7 @@ def check_values(args: TrainingArguments) -> None:
         ValueError: With the field, its value and what it has to be.
     """
     for field in dataclasses.fields(args):
-        value, allowed = args.__dict__[field.name], _types(field)
+        value, allowed = args.__dict__[field.name], field_types(field)
         if value is field.default or (value is None and type(None) in allowed):
             continue
         if allowed <= {bool, type(None)} and not isinstance(value, bool):

@@ -1,6 +1,8 @@
 """The `mempo` command: what it lists, what it passes on, and what it refuses before anything is started."""
 
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,17 +102,25 @@ def test_a_batch_for_all_processes_together(folder, launched):
     assert launched[0].num_processes == 8
 
 
-def test_names_of_accelerate_configs(folder, launched):
+def refused(argv: list[str], capsys) -> str:
+    """The one line with which a command ends that is not started."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(f"mempo {argv[0]}: error: ") and error.count("\n") == 1
+    return error
+
+
+def test_names_of_accelerate_configs(folder, launched, capsys):
     """`--accelerate_config` takes the names of the `trl` command, and refuses others by name."""
     given = ["train", "--config", str(folder / "recipe.yaml"), "--accelerate_config"]
     assert cli.main([*given, "zero2"]) == 0
     assert launched[0].config_file.endswith("zero2.yaml") and Path(launched[0].config_file).is_file()
-    with pytest.raises(ValueError, match="Accelerate config nonsense"):
-        cli.main([*given, "nonsense"])
+    assert "Accelerate config nonsense" in refused([*given, "nonsense"], capsys)
 
 
 @pytest.mark.parametrize("name", ["train", "sft", "evaluate", "collect"])
-def test_unknown_argument_is_named(name, folder, launched):
+def test_unknown_argument_is_named(name, folder, launched, capsys):
     """An argument that nothing knows is an error with its name, and nothing is started."""
     required = {
         "train": ["--config", str(folder / "recipe.yaml")],
@@ -119,15 +129,14 @@ def test_unknown_argument_is_named(name, folder, launched):
         "collect": ["--dataset_name", "x", "--output_file", "x"],
     }
     for unknown in (["--max_turnz", "3"], ["--max_turnz=3"]):
-        with pytest.raises(ValueError, match="--max_turnz"):
-            cli.main([name, *required[name], *unknown])
+        assert "--max_turnz" in refused([name, *required[name], *unknown], capsys)
     assert not launched
 
 
-def test_recipe_without_its_option(folder, launched):
+def test_recipe_without_its_option(folder, launched, capsys):
     """A recipe that is given without `--config` is an error which says how it is given."""
-    with pytest.raises(ValueError, match=r"'recipe.yaml' belongs to no argument. .*--config"):
-        cli.main(["train", "recipe.yaml", "--dataset_name", "questions.jsonl"])
+    error = refused(["train", "recipe.yaml", "--dataset_name", "questions.jsonl"], capsys)
+    assert "'recipe.yaml' belongs to no argument. A recipe is given as `--config FILE.yaml`" in error
     assert not launched
 
 
@@ -141,10 +150,72 @@ def test_missing_argument_is_named(name, missing, launched, capsys):
     assert not launched
 
 
-def test_missing_recipe_is_named(launched):
-    """A recipe that does not exist is an error with its path."""
-    with pytest.raises(FileNotFoundError, match="no-recipe.yaml"):
-        cli.main(["train", "--config", "no-recipe.yaml"])
+WRONG_RECIPES = [
+    ("max_turns: 3\nmax_turns: 4\n", "in line 2: the key 'max_turns' comes twice"),
+    ("env: {A: b, A: c}\n", "in line 1: the key 'A' comes twice"),
+    ("", "is empty"),
+    ("# nothing yet\n", "is empty"),
+    ("max_turns: 3\n\tmax_steps: 1\n", "in line 2: found character '\\t' that cannot start any token. Indent with"),
+    ("max_turns: [3\n", "is no valid YAML"),
+    ("- max_turns\n", "lines of the form `name: value`"),
+    ("3: 4\n", "lines of the form `name: value`"),
+    ("just a text", "lines of the form `name: value`"),
+    ("max_turns: !!python/object:os.system x\n", "is no valid YAML"),
+    ("max_turnz: 3\n", "--max_turnz"),
+    ("max_turns: true\n", "`max_turns: True`, which must be a number"),
+    ("max_turns: 2.5\n", "`max_turns: 2.5`, which must be a whole number"),
+    ("max_turns: [3]\n", "`max_turns: [3]`, which must be a number"),
+    ("max_turns: three\n", "invalid int value: 'three'"),
+    ("max_turns:\n", "`max_turns: None`, which must be a value"),
+    ("log_rollouts: 2\n", "`log_rollouts: 2`, which must be true or false"),
+    ("log_rollouts: maybe\n", "argument --log_rollouts"),
+    ("system_prompt: 3\n", "`system_prompt: 3`, which must be a text; put it in quotes"),
+    ("dataset_name: {a: b}\n", "which must be a text"),
+    ("reward_funcs: f1_reward\n", "`reward_funcs: f1_reward`, which must be a list; write [f1_reward]"),
+    ("retrieval_top_k: true\n", "`retrieval_top_k: True`, which must be a number"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG_RECIPES, ids=lambda value: repr(value)[:40])
+def test_wrong_recipes(text, message, tmp_path, launched, capsys):
+    """Whatever is wrong with a recipe is said in one line with its path, and nothing is started."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    required = ["--output_dir", "o"] + ["--dataset_name", "q"] * ("dataset_name" not in text)
+    assert message in refused(["train", "--config", str(path), *required], capsys)
+    assert not launched
+
+
+@pytest.mark.parametrize("name", sorted(cli.LAUNCHED | cli.PLAIN))
+def test_recipes_that_are_no_files(name, tmp_path, launched, capsys):
+    """In every command: no file, a folder, a binary file, a missing value."""
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "'no-recipe.yaml' can't be read: No such file" in refused([name, "--config", "no-recipe.yaml"], capsys)
+    assert "can't be read: Is a directory" in refused([name, f"--config={tmp_path}"], capsys)
+    assert "is no text in UTF-8" in refused([name, "--config", str(path)], capsys)
+    assert "--config needs the path" in refused([name, "--config"], capsys)
+    assert not launched
+
+
+def test_a_failed_launch_ends_with_its_status(folder, monkeypatch):
+    """The process has said what went wrong; a traceback of the launcher would only hide it."""
+
+    def fail(launched):
+        raise subprocess.CalledProcessError(7, "python")
+
+    monkeypatch.setattr(cli, "launch_command", fail)
+    assert cli.main(["train", "--config", str(folder / "recipe.yaml")]) == 7
+
+
+@pytest.mark.slow
+def test_a_wrong_configuration_is_one_line(folder):
+    """What only the launched processes can check, the values of the configuration, is said in one line as well."""
+    command = [sys.executable, "-m", "mempo_trl.cli", "train", "--config", "recipe.yaml", "--max_turns", "0"]
+    command += ["--accelerate_config", CPU_CONFIG]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "error: `max_turns` is 0; it must be at least 1." in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_parsers_know_their_defaults():

@@ -218,7 +218,10 @@ def parse_launched(parser: TrlParser) -> tuple:
     *parsed, from_config, from_command_line = parser.parse_args_and_config(
         return_remaining_strings=True, separate_remaining_strings=True
     )
-    check_launch_arguments(from_config + from_command_line)
+    try:
+        check_launch_arguments(from_config + from_command_line)
+    except ValueError as error:
+        parser.error(str(error))
     for args in parsed:
         if isinstance(args, TrainingArguments) and args.hub_token is not None:
             # The arguments are saved and pushed with the model, so the token reaches the client by the environment.

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, set_seed
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from mempo_trl import load_questions
 from mempo_trl.data.cold_start import drop_reason, record_reward, scripted_rollout
@@ -29,6 +29,7 @@ from mempo_trl.scripts.arguments import (
     load_tokenizer,
     make_search_tool,
 )
+from mempo_trl.scripts.recipes import RecipeParser
 from mempo_trl.tools import Toolbox
 
 
@@ -389,7 +390,7 @@ def write_scripted(args: CollectArguments, questions: list[dict], search: Search
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser((CollectArguments, ModelConfig, RetrievalArguments), prog=prog)
+    return RecipeParser((CollectArguments, ModelConfig, RetrievalArguments), prog=prog)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from trl import TrlParser
 
 from mempo_trl.evaluation.comparison import (
     EXPLANATION,
@@ -20,6 +19,7 @@ from mempo_trl.evaluation.comparison import (
     read_evaluation,
     table_rows,
 )
+from mempo_trl.scripts.recipes import RecipeParser
 
 
 @dataclass
@@ -91,7 +91,7 @@ def main(args: CompareArguments) -> dict:
     return comparison
 
 
-class CompareParser(TrlParser):
+class CompareParser(RecipeParser):
     """Takes the evaluations as they come first on the command line: `mempo compare A B`."""
 
     def parse_args_and_config(self, args=None, **kwargs):

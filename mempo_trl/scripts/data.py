@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from mempo_trl import load_questions
 from mempo_trl.data.closed_book import answer_without_search
@@ -17,6 +17,7 @@ from mempo_trl.data.questions import write_questions
 from mempo_trl.generation import TransformersEngine
 from mempo_trl.rewards import score_answer
 from mempo_trl.scripts.arguments import load_model, load_tokenizer
+from mempo_trl.scripts.recipes import RecipeParser
 
 
 @dataclass
@@ -207,7 +208,7 @@ def count_table(rows_by_source: dict[str, list[dict]], dropped: Counter) -> Tabl
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser((DataArguments,), prog=prog)
+    return RecipeParser((DataArguments,), prog=prog)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, set_seed
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from mempo_trl import load_questions
 from mempo_trl.comb import choose_scorer
@@ -42,6 +42,7 @@ from mempo_trl.scripts.arguments import (
     load_tokenizer,
     make_search_tool,
 )
+from mempo_trl.scripts.recipes import RecipeParser
 from mempo_trl.tools import Toolbox
 
 
@@ -391,7 +392,7 @@ def write_probe(folder: Path, probe: dict) -> dict:
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser((EvaluateArguments, ModelConfig, RetrievalArguments), prog=prog)
+    return RecipeParser((EvaluateArguments, ModelConfig, RetrievalArguments), prog=prog)
 
 
 if __name__ == "__main__":

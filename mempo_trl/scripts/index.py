@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trl import TrlParser
-
 from mempo_trl.retrieval.index import FAISS_KINDS, build_index
 from mempo_trl.retrieval.manifest import FORMATS
+from mempo_trl.scripts.recipes import RecipeParser
 
 
 @dataclass
@@ -102,7 +101,7 @@ def main(args: IndexArguments) -> dict:
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser(IndexArguments, prog=prog)
+    return RecipeParser(IndexArguments, prog=prog)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 import argparse
 from dataclasses import dataclass, field
 
-from trl import TrlParser
-
 from mempo_trl.retrieval.bm25 import BM25Retriever
 from mempo_trl.retrieval.hybrid import HybridRetriever
 from mempo_trl.retrieval.index import load_index
 from mempo_trl.retrieval.manifest import FORMATS, read_manifest
 from mempo_trl.retrieval.server import bind, make_app, run_server
+from mempo_trl.scripts.recipes import RecipeParser
 
 
 @dataclass
@@ -95,7 +94,7 @@ def main(args: ServeArguments) -> None:
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser((ServeArguments,), prog=prog)
+    return RecipeParser((ServeArguments,), prog=prog)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 from mempo_trl.data.cold_start import read_rollouts, sft_rows, split_by_question
 from mempo_trl.generation import model_eos_token_ids
 from mempo_trl.protocol import Protocol, load_chat_template
 from mempo_trl.retrieval.tool import SearchTool
 from mempo_trl.scripts.arguments import is_adapter, load_model, load_tokenizer, parse_launched
+from mempo_trl.scripts.recipes import RecipeParser
 from mempo_trl.tools import Toolbox
 
 
@@ -148,7 +149,7 @@ def print_reports(reports: dict[str, Counter], max_length: int | None) -> None:
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser((SFTArguments, SFTConfig, ModelConfig), prog=prog)
+    return RecipeParser((SFTArguments, SFTConfig, ModelConfig), prog=prog)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mempo_trl import MemPOConfig, MemPOTrainer, load_questions
 from mempo_trl.rewards import REWARD_FUNCS
@@ -18,6 +18,7 @@ from mempo_trl.scripts.arguments import (
     make_search_tool,
     parse_launched,
 )
+from mempo_trl.scripts.recipes import RecipeParser
 
 
 @dataclass
@@ -125,7 +126,7 @@ def main(
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    return TrlParser((TrainArguments, MemPOConfig, ModelConfig, RetrievalArguments), prog=prog)
+    return RecipeParser((TrainArguments, MemPOConfig, ModelConfig, RetrievalArguments), prog=prog)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 import argparse
 from dataclasses import dataclass, field
 
-from trl import TrlParser
-
+from mempo_trl.scripts.recipes import RecipeParser
 from mempo_trl.viewer.page import write_report
 
 
@@ -43,7 +42,7 @@ def main(args: ViewArguments, positional: argparse.Namespace) -> None:
 
 def make_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The parser of this script."""
-    parser = TrlParser((ViewArguments,), prog=prog)
+    parser = RecipeParser((ViewArguments,), prog=prog)
     parser.add_argument(
         "path", help="A training output folder, an evaluation folder, or a JSONL file of rollouts.", metavar="PATH"
     )
