@@ -1,6 +1,7 @@
 """Values of a configuration that can't be right, ours and those of its parents."""
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -64,11 +65,16 @@ def choose(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
 
 
-def field_types(field: dataclasses.Field) -> set:
-    """The types that a field's annotation names, without their parameters."""
-    is_union = isinstance(field.type, types.UnionType) or typing.get_origin(field.type) is typing.Union
-    parts = typing.get_args(field.type) if is_union else (field.type,)
-    return {typing.get_origin(part) or part for part in parts}
+@functools.cache
+def field_types(kind: type) -> dict[str, set]:
+    """The types that the annotation of each field of a dataclass names, without their parameters."""
+    found = {}
+    # Not `Field.type`: `HfArgumentParser` takes the `None` out of it when it makes an argument of a field.
+    for name, annotation in typing.get_type_hints(kind).items():
+        is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+        parts = typing.get_args(annotation) if is_union else (annotation,)
+        found[name] = {typing.get_origin(part) or part for part in parts}
+    return found
 
 
 def check_values(args: TrainingArguments) -> None:
@@ -86,7 +92,7 @@ def check_values(args: TrainingArguments) -> None:
         ValueError: With the field, its value and what it has to be.
     """
     for field in dataclasses.fields(args):
-        value, allowed = args.__dict__[field.name], field_types(field)
+        value, allowed = args.__dict__[field.name], field_types(type(args))[field.name]
         if value is field.default or (value is None and type(None) in allowed):
             continue
         if allowed <= {bool, type(None)} and not isinstance(value, bool):

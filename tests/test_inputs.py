@@ -2,29 +2,29 @@
 
 import dataclasses
 import functools
-import re
 
 import pytest
 from conftest import byte_tokenizer, config, dataset, search, tiny_model
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, T5Config, T5ForConditionalGeneration
 from trl import GRPOConfig
 
 from mempo_trl import MemPOConfig, MemPOTrainer, SearchTool
 from mempo_trl.inputs import check_tokenizer
 from mempo_trl.rewards import exact_match_reward, format_reward
 from mempo_trl.tools import Toolbox
-from mempo_trl.validation import CHOICES, FRACTIONS, GENERATION_KWARGS, WITHOUT_EFFECT
+from mempo_trl.validation import CHOICES, FRACTIONS, GENERATION_KWARGS, WITHOUT_EFFECT, field_types
 
 
 NAN, INFINITY = float("nan"), float("inf")
 FIELDS = {field.name: field for field in dataclasses.fields(MemPOConfig)}
+TYPES = field_types(MemPOConfig)
 OWN = [name for name in FIELDS if name not in GRPOConfig.__dataclass_fields__]
 
 
 def numbers(names) -> list[str]:
-    return [name for name in names if {"int", "float"} & set(re.findall(r"\w+", str(FIELDS[name].type)))]
+    return [name for name in names if {int, float} & TYPES[name] and str not in TYPES[name]]
 
 
 # Fields that decide how rollouts, groups, losses and steps are made, and those of ours.
@@ -44,17 +44,17 @@ NUMBERS = numbers(
         *("top_entropy_quantile", "entropy_coef", "off_policy_mask_threshold", "ref_model_sync_steps"),
     ]
 )
-SWITCHES = [name for name in (*OWN, "shuffle_dataset", "use_vllm", "bf16") if FIELDS[name].type in (bool, bool | None)]
+SWITCHES = [name for name in (*OWN, "shuffle_dataset", "use_vllm", "bf16") if TYPES[name] <= {bool, type(None)}]
 
 
-@pytest.mark.parametrize("name", [name for name in NUMBERS if "str" not in str(FIELDS[name].type)])
+@pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_are_numbers(name, tmp_path):
     """A text (as from a quoted value in YAML), a truth value, a list or NaN is refused for every number, by name."""
     for value, part in (("12", "without quotes"), (True, "a number"), ([3], "a number"), (NAN, "a number")):
         with pytest.raises(ValueError) as error:
             config(tmp_path, **{name: value})
         assert f"`{name}` is" in str(error.value) and str(value) in str(error.value) and part in str(error.value)
-    if FIELDS[name].type in (int, int | None):
+    if float not in TYPES[name]:
         with pytest.raises(ValueError, match=f"`{name}` is 2.5; it must be a whole number"):
             config(tmp_path, **{name: 2.5})
 
@@ -167,6 +167,7 @@ def test_a_reference_to_synchronise(tmp_path):
         *(dict(pad_to_multiple_of=value) for value in ("auto", "none", "8", 8, None)),
         *(dict(scale_rewards=value) for value in (True, False, "batch")),
         dict(learning_rate=0),
+        dict(vllm_importance_sampling_clip_max=None, vllm_importance_sampling_clip_min=0.1),
         dict(delta=None, epsilon_high=0.3, min_p=0.1, top_p=1),
         dict(max_steps=-1, num_train_epochs=0.5),
         dict(generation_kwargs={"suppress_tokens": [3]}, chat_template_kwargs='{"enable_thinking": false}'),
@@ -178,7 +179,8 @@ def test_a_reference_to_synchronise(tmp_path):
     ids=str,
 )
 def test_right_values(given, tmp_path):
-    """What works is not refused, in any of the forms in which it can be given."""
+    """What works is not refused, in any of the forms in which it can be given, and beside a parser of the fields."""
+    HfArgumentParser(MemPOConfig)  # takes the `None` out of the types of the fields
     config(tmp_path, **given)
 
 

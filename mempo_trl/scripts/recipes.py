@@ -60,14 +60,15 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 def _check_types(recipe: dict[str, Any], path: str, dataclass_types: Iterable[type]) -> None:
     """What argparse does not look at: it converts texts, and takes every other value as it is."""
-    fields = {name: field for kind in dataclass_types for name, field in kind.__dataclass_fields__.items()}
+    all_types = {name: types for kind in dataclass_types for name, types in field_types(kind).items()}
+    defaults = {name: field.default for kind in dataclass_types for name, field in kind.__dataclass_fields__.items()}
     for name, value in recipe.items():
-        if name not in fields:
+        if name not in defaults:
             continue  # for `accelerate launch`, or unknown
-        types = field_types(fields[name])
+        types = all_types[name]
         expected = None
         if value is None:
-            expected = None if type(None) in types or fields[name].default is None else "a value"
+            expected = None if type(None) in types or defaults[name] is None else "a value"
         elif types <= {str, type(None)} and not isinstance(value, str):
             expected = "a text; put it in quotes"
         elif types <= {list, type(None)} and not isinstance(value, list):
