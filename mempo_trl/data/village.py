@@ -5,6 +5,7 @@ Everything is generated from a seed and nothing is downloaded. `python -m mempo_
 writes a corpus, questions, scripted rollouts for a cold start, and an untrained model with its tokenizer.
 """
 
+import argparse
 import json
 import logging
 import random
@@ -13,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trl import TrlParser
-
 from ..retrieval.bm25 import BM25Retriever
 from ..retrieval.document import Document
 from ..retrieval.tool import SearchTool
+from ..scripts.recipes import RecipeParser
 from .village_model import build_model, build_tokenizer
 
 
@@ -473,5 +473,10 @@ def main(args: VillageArguments) -> None:
     logger.info("Wrote %s to %s.", ", ".join(f"{len(rows)} {name} rows" for name, rows in files.items()), folder)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of this script."""
+    return RecipeParser((VillageArguments,))
+
+
 if __name__ == "__main__":
-    main(*TrlParser((VillageArguments,)).parse_args_and_config())
+    main(*make_parser().parse_args_and_config())
