@@ -301,6 +301,13 @@ class MemPOConfig(GRPOConfig):
         default=None, metadata={"help": "Alarms that end training with a checkpoint, or 'all'."}
     )
 
+    def __getstate__(self):
+        # transformers pickles the arguments into every checkpoint, which may be pushed or shared.
+        return {**self.__dict__, "hub_token": None}
+
+    def __repr__(self):
+        return str(self)  # without the tokens, which a dataclass would show
+
     def __post_init__(self):
         check_values(self)  # before the parent compares a text with a number, or divides by zero
         super().__post_init__()

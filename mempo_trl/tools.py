@@ -158,10 +158,14 @@ async def _attempt_async(tool: Callable, arguments: dict, read: Callable) -> tup
         return None, error
 
 
-class _Threads:
+class DaemonThreads:
     """
-    Threads for blocking tools, as many as there are calls at the same time. Unlike those of `concurrent.futures` they
-    are daemons, so that one that hangs keeps no process from ending.
+    Threads for blocking calls, as many as there are at the same time. Unlike those of `concurrent.futures` they are
+    daemons, so that one that hangs keeps no process from ending.
+
+    Args:
+        idle_seconds (`float`, *optional*, defaults to `60.0`):
+            Time without a call after which a thread ends.
     """
 
     def __init__(self, idle_seconds: float = 60.0):
@@ -170,6 +174,7 @@ class _Threads:
         self._idle = threading.Semaphore(0)  # threads that wait for a job which nobody has given them yet
 
     def submit(self, function: Callable) -> Future:
+        """Call a function in a thread that is idle, or in a new one."""
         job = (Future(), function)
         if self._idle.acquire(blocking=False):
             self._jobs.put(job)
@@ -181,7 +186,10 @@ class _Threads:
         while True:
             future, function = job
             if future.set_running_or_notify_cancel():
-                future.set_result(function())
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
             del job, future, function
             self._idle.release()
             try:
@@ -218,7 +226,7 @@ class _EventLoop:
             return True
 
 
-_threads = _Threads()
+_threads = DaemonThreads()
 _event_loop = _EventLoop()
 
 

@@ -13,6 +13,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 
+from mempo_trl.retrieval import server
 from mempo_trl.retrieval.bm25 import BM25Retriever
 from mempo_trl.retrieval.document import Document
 from mempo_trl.retrieval.search_queue import Pages
@@ -259,6 +260,45 @@ def test_full_queue():
     assert "`max_queue`" in refused.json()["detail"]
     assert [answer.json()[0]["text"] for answer in accepted] == ["running 3", "0 3", "1 3"]
     assert later.status_code == 200
+
+
+def test_slow_search(monkeypatch):
+    """A search that takes too long is answered with 503, and its queries leave the queue."""
+    monkeypatch.setattr(server, "SEARCH_SECONDS", 0.2)
+    retriever = EchoRetriever()
+    app = make_app(retriever, max_queue=2)
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            retriever.gate.clear()
+            slow = await asyncio.gather(*(client.post("/search", json={"query": f"{i}"}) for i in range(2)))
+            retriever.gate.set()
+            monkeypatch.setattr(server, "SEARCH_SECONDS", 60)
+            return slow, [await client.post("/search", json={"query": f"again {i}"}) for i in range(3)]
+
+    slow, again = asyncio.run(run())
+    for answer in slow:
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+        assert answer.json()["detail"] == "the search took longer than 0.2 s."
+    assert [answer.json()[0]["text"] for answer in again] == ["again 0 3", "again 1 3", "again 2 3"]
+
+
+def test_slow_body(monkeypatch):
+    """A body that drips in holds its request open for a limited time."""
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.2)
+    app = make_app(EchoRetriever())
+
+    async def body():
+        yield b'{"que'
+        await asyncio.sleep(60)
+
+    async def run():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            headers = {"Content-Type": "application/json"}
+            return await client.post("/search", content=body(), headers=headers)
+
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.json()["detail"]) == (408, "the body did not arrive within 0.2 s.")
 
 
 def test_client_that_goes_away():

@@ -425,7 +425,7 @@ def test_too_many_hanging_calls(monkeypatch, caplog):
 
 def test_threads_end():
     """A thread serves one call after the other and ends when it has had nothing to do for a while."""
-    threads = tools._Threads(idle_seconds=0.05)
+    threads = tools.DaemonThreads(idle_seconds=0.05)
     before = threading.active_count()
     names = {threads.submit(threading.current_thread).result(30) for _ in range(5)}
     assert all(thread.daemon for thread in names)

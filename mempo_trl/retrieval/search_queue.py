@@ -5,13 +5,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
-from ..tools import ToolError
+from ..tools import DaemonThreads, ToolError
 from .document import Document, Retriever
 
 
@@ -35,7 +35,7 @@ class SearchQueue:
 
     Args:
         retriever ([`Retriever`]):
-            Where to search. It is called in one thread of its own, one call at a time.
+            Where to search. It is called in a thread of its own, one call at a time.
         max_queue (`int`):
             Highest number of queries that wait.
         max_batch (`int`):
@@ -50,7 +50,7 @@ class SearchQueue:
         self.queries = 0
         self.batches = 0
         self._waiting: deque[_Waiting] = deque()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="search")
+        self._threads = DaemonThreads()
         self._worker: asyncio.Task | None = None
 
     async def search(self, queries: list[str], top_k: int) -> list[list[Document]]:
@@ -80,9 +80,9 @@ class SearchQueue:
             for waiting in self._take():
                 groups.setdefault(waiting.top_k, []).append(waiting)
             for top_k, group in groups.items():
-                loop, queries = asyncio.get_running_loop(), [waiting.queries for waiting in group]
+                queries = [waiting.queries for waiting in group]
                 self.batches += 1
-                outcomes = await loop.run_in_executor(self._thread, self._search, queries, top_k)
+                outcomes = await asyncio.wrap_future(self._threads.submit(partial(self._search, queries, top_k)))
                 for waiting, outcome in zip(group, outcomes, strict=True):
                     if waiting.answer.done():  # Its client has gone.
                         continue

@@ -38,6 +38,11 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = {"Retry-After": "1"}
+SEARCH_SECONDS = 60.0
+"""Time that a search may take, waiting included. Clients have given it up by then."""
+BODY_SECONDS = 30.0
+"""Time that the body of a request may take to arrive."""
+MAX_CONNECTIONS = 4096
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the latency histogram in seconds."""
 
@@ -79,7 +84,7 @@ class Metrics:
 
 
 class _Watch:
-    """ASGI middleware: bounds the body of a request, counts and logs it."""
+    """ASGI middleware: bounds the body of a request and the time it takes to come, counts and logs the request."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], max_body_size: int):
         self.app = app
@@ -91,11 +96,16 @@ class _Watch:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status, size = time.perf_counter(), 500, 0
+        start, status, size, complete = time.perf_counter(), 500, 0, False
 
         async def receive_bounded() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            seconds = None if complete else max(0.0, start + BODY_SECONDS - time.perf_counter())
+            try:
+                message = await asyncio.wait_for(receive(), seconds)
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS:g} s.") from None
+            complete = not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self.max_body_size:
                 raise HTTPException(413, f"the body is longer than {self.max_body_size} bytes; send fewer queries.")
@@ -295,8 +305,15 @@ def make_app(
         asked = [query for query in queries if query.strip()]
         if not asked:
             return [[] for _ in queries]
+        searching = asyncio.ensure_future(queue.search(asked, top_k or default_top_k))
         try:
-            found = iter(await queue.search(asked, top_k or default_top_k))
+            await asyncio.wait([searching], timeout=SEARCH_SECONDS)
+        finally:
+            slow = searching.cancel()
+        if slow:
+            raise HTTPException(503, f"the search took longer than {SEARCH_SECONDS:g} s.", RETRY_AFTER)
+        try:
+            found = iter(searching.result())
         except (QueueFullError, ToolError) as error:
             raise HTTPException(503, str(error), RETRY_AFTER) from error
         except Exception as error:
@@ -310,12 +327,13 @@ def make_app(
     )
     refused = {
         400: {"model": Problem, "description": "An empty query, or a body that is not JSON."},
+        408: {"model": Problem, "description": "The body did not arrive in time."},
         413: {"model": Problem, "description": "The body is too large."},
         422: {"model": Problem, "description": "A value of the wrong type or out of bounds."},
     }
     failed = {
         500: {"model": Problem, "description": "The search failed."},
-        503: {"model": Problem, "description": "The queue is full or the backend is away: try again."},
+        503: {"model": Problem, "description": "The queue is full, the backend slow or away: try again."},
     }
 
     @app.post("/retrieve", response_model=RetrieveAnswer, responses=refused | failed)
@@ -442,7 +460,12 @@ def run_server(app: FastAPI, listener: socket.socket, log_file: str | os.PathLik
         log.propagate = False
     # Rollouts pause for minutes between two searches; a connection that is closed meanwhile costs a retry.
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_keep_alive=300, timeout_graceful_shutdown=30
+        app,
+        log_config=None,
+        access_log=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=300,
+        timeout_graceful_shutdown=30,
     )
     # Or every so many requests a full garbage collection would walk through the corpus while all clients wait.
     gc.collect()
