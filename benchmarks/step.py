@@ -4,21 +4,24 @@ A MemPO step against a step of TRL's `GRPOTrainer` with its tool loop: same mode
     python benchmarks/step.py --output out/benchmarks/step.json
 
 The rollouts are scripted in the village and forced token by token, so that every way generates, searches and trains the
-same texts and pays for its forwards. Each way runs in a process of its own, for its peak memory; the ways take turns, so
-that other work on the machine hits all of them. `trl` and `full, λ=0` train the same rows; `memory` rewrites the context
-in every turn, as the paper does.
+same texts and pays for its forwards. The trainers take turns, one step each, so that other work on the machine hits all of
+them; ratios are medians over the steps. Peak memory is that of a further run, of each way in a process of its own. `trl`
+and `full, λ=0` train the same rows; `memory` rewrites the context in every turn, as the paper does.
 """
 
 import argparse
+import contextlib
 import cProfile
 import hashlib
 import json
+import queue
 import random
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -68,7 +71,6 @@ class ForcedRollouts:
         super().__init__(*args, **kwargs)
         self.scripts = scripts
         self.trained = hashlib.sha256()
-        self.times = []
         generate = self.model.generate
 
         def forced(input_ids, **kwargs):
@@ -76,7 +78,6 @@ class ForcedRollouts:
             return generate(input_ids=input_ids, logits_processor=LogitsProcessorList([processor]), **kwargs)
 
         self.model.generate = forced
-        self.add_callback(StepEnds(self.times))
 
     def _generate(self, prompts):
         seen = Counter()
@@ -104,16 +105,33 @@ class ForcedRollouts:
         return super()._compute_loss(model, inputs)
 
 
-class StepEnds(TrainerCallback):
-    """Notes when each step ends."""
+class TakeTurns(TrainerCallback):
+    """
+    Lets trainers in several threads make one step after the other, each with its own random state, and keeps the
+    seconds of each step.
+    """
 
-    def __init__(self, times: list[float]):
-        self.times = times
+    def __init__(self, own: threading.Semaphore, next_one: threading.Semaphore):
+        self.own, self.next_one = own, next_one
+        self.seconds = []
+
+    def begin(self):
+        self.own.acquire()
+        torch.manual_seed(0)
+        self.start = time.perf_counter()
+
+    def end(self):
+        self.next_one.release()
 
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        self.seconds.append(time.perf_counter() - self.start)
+        random_state = torch.get_rng_state()
+        self.next_one.release()
+        self.own.acquire()
+        torch.set_rng_state(random_state)
+        self.start = time.perf_counter()
 
 
 class ForcedGRPO(ForcedRollouts, GRPOTrainer):
@@ -133,7 +151,8 @@ def reward(completions, golden_answers, **kwargs) -> list[float]:
     ]
 
 
-def make_trainer(args: argparse.Namespace, folder: str) -> GRPOTrainer:
+def make_trainer(args: argparse.Namespace, way: str, folder: str) -> GRPOTrainer:
+    """The trainer of a way, with everything that it needs."""
     village = Village.generate(0, num_people=40)
     tool = SearchTool(BM25Retriever.from_corpus(Document(**row) for row in village.corpus()), top_k=1)
 
@@ -164,6 +183,8 @@ def make_trainer(args: argparse.Namespace, folder: str) -> GRPOTrainer:
     tokenizer.padding_side = "left"
     model = build_model(tokenizer, args.hidden_size, args.num_layers)
     model.config.max_position_embeddings = 8192
+    model_folder = f"{folder}/model"  # where the reference is loaded from
+    model.save_pretrained(model_folder)
 
     rng, scripts = random.Random(0), {}
     for row in rows:
@@ -205,48 +226,76 @@ def make_trainer(args: argparse.Namespace, folder: str) -> GRPOTrainer:
         seed=0,
     )
     shared = dict(reward_funcs=reward, processing_class=tokenizer, tools=[search], scripts=scripts)
-    if WAYS[args.way] is None:
-        return ForcedGRPO(model, args=GRPOConfig(**settings), train_dataset=data, **shared)
+    if WAYS[way] is None:
+        return ForcedGRPO(model_folder, args=GRPOConfig(**settings), train_dataset=data, **shared)
     config = MemPOConfig(
         **settings,
-        **WAYS[args.way],
+        **WAYS[way],
         max_turns=32,
         system_prompt=SYSTEM_PROMPT,
         alarms=False,
         log_rollouts=False,
     )
-    return ForcedMemPO(model, args=config, train_dataset=data.remove_columns("prompt"), **shared)
+    return ForcedMemPO(model_folder, args=config, train_dataset=data.remove_columns("prompt"), **shared)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """One way, in this process."""
+def peak_memory(args: argparse.Namespace) -> float:
+    """MB that one way takes in this process, above what it took before the first step."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(args, folder)
+        trainer = make_trainer(args, args.way, folder)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        profile = cProfile.Profile()
+        with cProfile.Profile() if args.profile else contextlib.nullcontext() as profile:
+            trainer.train()
         if args.profile:
-            profile.enable()
-        trainer.train()
-        if args.profile:
-            profile.disable()
             profile.dump_stats(args.profile)
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 2**20
-    else:
-        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    logs = [log for log in trainer.state.log_history if "reward" in log][1:]  # the first step warms up
-    turns = [len(script) for samples in trainer.scripts.values() for script in samples]
-    result = {
-        "seconds": statistics.median(b - a for a, b in zip(trainer.times, trainer.times[1:], strict=False)),
-        "peak MB": peak,
-        "turns": statistics.fmean(turns),
-        "reward": [log["reward"] for log in logs],
-        "trained": trainer.trained.hexdigest(),
-    }
-    for part in PARTS:
-        values = [log[f"time/{part}"] for log in logs if f"time/{part}" in log]
-        result[part] = statistics.median(values) if values else None
-    print(json.dumps(result))
+        return torch.cuda.max_memory_allocated() / 2**20
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def side_by_side(args: argparse.Namespace, folder: str) -> dict[str, dict]:
+    """Steps of all ways in turn: for each way the seconds of its steps, their parts, and what it trained."""
+    turns = [threading.Semaphore(0) for _ in args.ways]
+    runs, errors = {}, queue.Queue()
+    for number, way in enumerate(args.ways):
+        trainer = make_trainer(args, way, f"{folder}/{number}")
+        callback = TakeTurns(turns[number], turns[(number + 1) % len(turns)])
+        trainer.add_callback(callback)
+        runs[way] = trainer, callback
+
+    def run(trainer: GRPOTrainer, callback: TakeTurns) -> None:
+        try:
+            callback.begin()
+            trainer.train()
+            callback.end()
+        except BaseException as error:
+            errors.put(error)
+        else:
+            errors.put(None)
+
+    for run_of_way in runs.values():
+        threading.Thread(target=run, args=run_of_way, daemon=True).start()
+    turns[0].release()
+    for _ in runs:
+        error = errors.get()
+        if error is not None:  # the others wait for their turn in vain
+            raise error
+    results = {}
+    for way, (trainer, callback) in runs.items():
+        logs = [log for log in trainer.state.log_history if "reward" in log]
+        results[way] = {"seconds": callback.seconds[1:], "trained": trainer.trained.hexdigest()}  # the first warms up
+        for part in PARTS:
+            if f"time/{part}" in logs[0]:
+                results[way][part] = [log[f"time/{part}"] for log in logs[1:]]
+        results[way]["turns"] = statistics.fmean(
+            len(script) for samples in trainer.scripts.values() for script in samples
+        )
+    return results
+
+
+def ratio(above: list[float], below: list[float]) -> float:
+    """Median of the ratios, step by step."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def main() -> None:
@@ -260,43 +309,37 @@ def main() -> None:
     parser.add_argument("--memory_mistake_rate", type=float, default=0.2, help="what lets rollouts of a group differ")
     parser.add_argument("--search_seconds", type=float, default=0.0, help="further time that a search takes")
     parser.add_argument("--beta", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=5, help="the first one is not measured")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="the first one is not measured")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--profile", help="with `--way`: write what cProfile finds to this file")
+    parser.add_argument("--way", choices=WAYS, help="run this way only, for its peak memory")
+    parser.add_argument("--profile", help="with `--way`: file for what cProfile finds")
     parser.add_argument("--output", default="out/benchmarks/step.json")
     args = parser.parse_args()
     if args.way:
-        measure(args)
+        print(peak_memory(args))
         return
-    runs: dict[str, list[dict]] = {way: [] for way in args.ways}
-    for _ in range(args.repeats):
-        for way, results in runs.items():
-            command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            results.append(json.loads(output.splitlines()[-1]))
-    rows = []
-    for way, results in runs.items():
-        best = min(results, key=lambda run: run["seconds"])
-        row = {"way": way, "step, s": best["seconds"]}
-        row |= {part: "" if best[part] is None else best[part] for part in PARTS}
-        row["peak MB"] = min(run["peak MB"] for run in results)
-        rows.append(row)
-    ratios = {}
-    if {"trl", "full, λ=0"} <= runs.keys():
-        pairs = list(zip(runs["full, λ=0"], runs["trl"], strict=True))
-        assert all(ours["trained"] == theirs["trained"] for ours, theirs in pairs), "the ways trained different tokens"
-        ratios["full, λ=0 / trl"] = statistics.median(ours["seconds"] / theirs["seconds"] for ours, theirs in pairs)
-    if "memory, λ=1" in runs:
-        ratios["memory scoring / step"] = statistics.median(
-            run["memory_scoring"] / sum(run[part] for part in PARTS) for run in runs["memory, λ=1"]
-        )
-    turns = statistics.fmean(run["turns"] for results in runs.values() for run in results)
-    print_table(f"{args.questions} x {args.num_generations} rollouts of {turns:.1f} turns", rows)
-    for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.3f}")
-    write_report(args.output, vars(args), rows, ratios=ratios, turns=turns, runs=runs)
+    with tempfile.TemporaryDirectory() as folder:
+        results = side_by_side(args, folder)
+    for way, result in results.items():
+        command = [sys.executable, __file__, *sys.argv[1:], "--steps", "2", "--way", way]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        result["peak MB"] = float(output.splitlines()[-1])
+    rows, ratios = [], {}
+    for way, result in results.items():
+        row = {"way": way, "step, s": statistics.median(result["seconds"])}
+        row |= {part: statistics.median(result[part]) if part in result else "" for part in PARTS}
+        rows.append(row | {"peak MB": result["peak MB"]})
+        if "trl" in results and way != "trl":
+            ratios[f"{way} / trl"] = ratio(result["seconds"], results["trl"]["seconds"])
+        if "memory_scoring" in result:
+            ratios[f"memory scoring / step ({way})"] = ratio(result["memory_scoring"], result["seconds"])
+    if {"trl", "full, λ=0"} <= results.keys():
+        assert results["trl"]["trained"] == results["full, λ=0"]["trained"], "they trained different tokens"
+    mean_turns = next(iter(results.values()))["turns"]
+    print_table(f"{args.questions} x {args.num_generations} rollouts of {mean_turns:.1f} turns", rows)
+    for name, value in ratios.items():
+        print(f"{name}: {value:.3f}")
+    write_report(args.output, vars(args), rows, ratios=ratios, results=results)
 
 
 if __name__ == "__main__":
