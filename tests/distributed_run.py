@@ -358,6 +358,46 @@ def hanging_tool(folder, output, rank: int, num_processes: int) -> dict:
     return {"tool/error_frac": trainer.state.log_history[0]["tool/error_frac"], "steps": trainer.state.global_step}
 
 
+def partly_broken_search(query: str) -> str:
+    """
+    Fails for some queries.
+
+    Args:
+        query: What to search for.
+    """
+    if query == "broken":
+        raise ConnectionError("http://localhost:8000 refused")
+    return query
+
+
+# A group of which a call fails in the second and in the fourth rollout: on two processes one on each.
+EXCLUDED = [
+    [call("a"), "<mem>x</mem><answer>cat</answer>"],
+    [call("broken"), "<mem>y</mem>" + call("b"), "<mem>y</mem><answer>cat</answer>"],
+    [call("c"), "<mem>z</mem><answer>dog</answer>"],
+    [call("broken"), "<mem>w</mem><answer>dog</answer>"],
+]
+
+
+def excluded_trainer(folder, output, rank: int, num_processes: int) -> RecordedTrainer:
+    partly_broken_search.__name__ = "search"
+    start = rank * 4 // num_processes
+    return RecordedTrainer(
+        model=folder,
+        args=config(output, **settings(num_processes, tool_failure="exclude", max_tool_error_rate=1.0, max_steps=1)),
+        train_dataset=dataset(),
+        tools=[partly_broken_search],
+        callbacks=[GivenMemoryRewards([[None, 0.3], [None, 5.0, 7.0], [None, 0.1], [None, -9.0]][start:])],
+        script=lambda number, turn: EXCLUDED[start + number % (4 // num_processes)][turn],
+    )
+
+
+def excluded(folder, output, rank: int, num_processes: int) -> dict:
+    trainer = excluded_trainer(folder, output, rank, num_processes)
+    trainer.train()
+    return outcome_of(trainer)
+
+
 def main():
     folder, output, *names = sys.argv[1:]
     rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -378,6 +418,7 @@ def main():
         "sampling": lambda path: sampling(folder, path, rank, num_processes),
         "saving": lambda path: saving(folder, path, rank, num_processes),
         "saving_lora": lambda path: saving(folder, path, rank, num_processes, lora=True),
+        "excluded": lambda path: excluded(folder, path, rank, num_processes),
         "hanging_tool": lambda path: hanging_tool(folder, path, rank, num_processes),
     }
     for name in names:

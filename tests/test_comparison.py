@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt
 from records import failed, record, turn
 
 from mempo_trl import cli
@@ -214,6 +215,15 @@ def test_command(tmp_path, capsys):
     assert results["1"]["tokens_total"]["saving_percent"] == pytest.approx(100 * 60 / 105)
     text = (tmp_path / "out" / "comparison.md").read_text()
     assert "| k = 1 | exact match | 0.333 | 0.667 | +0.333 |" in text and "Wins of the second" in text
+
+
+def test_answers_stay_text(tmp_path):
+    """What a model wrote is shown in the page as it is: neither HTML nor Markdown comes of it."""
+    foreign = "<img src=x> ![a](http://x) `c` | [b](y) &amp; \\<b>"
+    page = markdown(compare({"A": evaluation(rows(["x", "x"])), "B": evaluation(rows(["x", foreign]))}))
+    html = MarkdownIt("commonmark").enable("table").render(page)
+    assert "&lt;img src=x&gt; ![a](http://x) `c` | [b](y) &amp;amp; \\&lt;b&gt;" in html
+    assert "<img" not in html and "<a " not in html and "<b>" not in html
 
 
 def test_missing_files_are_named(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import config
-from distributed_run import ROLLOUTS, given_rewards_trainer, outcome_of
+from distributed_run import ROLLOUTS, excluded_trainer, given_rewards_trainer, outcome_of
 from launching import by_rank, launch
 
 from mempo_trl.processes import longest_tool_call
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def results(short_folder, tmp_path_factory):
     """What both processes wrote, per scenario, with the launcher's exit status and output."""
-    return launch(2, short_folder, tmp_path_factory.mktemp("distributed"), "grpo", "dapo", "generating")
+    return launch(2, short_folder, tmp_path_factory.mktemp("distributed"), "grpo", "dapo", "generating", "excluded")
 
 
 def both(results, name):
@@ -72,6 +72,24 @@ def test_processes_stay_in_step(loss_type, results):
     expected = [[3, True]] * 4 if loss_type == "grpo" else [[1, True]] * 12
     assert first["forwards"] == second["forwards"] == expected
     assert first["backwards"] == second["backwards"] == 4
+
+
+def test_excluded_rollouts_on_two_processes(results, short_folder, tmp_path):
+    """One excluded rollout on each process: the two others of the group have the credit that they would have alone."""
+    first, second = both(results, "excluded")
+    assert (first["rewards"], second["rewards"]) == ([[1.0, None]], [[0.0, None]])
+    # Rewards 1 and 0: +-0.5 / 0.707207; memory rewards 0.3 and 0.1: +-0.1 / 0.141521.
+    assert first["advantages"] == [[pytest.approx(0.707007, abs=1e-6), 0.0]]
+    assert second["advantages"] == [[pytest.approx(-0.707007, abs=1e-6), 0.0]]
+    assert first["memory_advantages"] == [[[None, pytest.approx(0.706607, abs=1e-6)], [None, 0.0, 0.0]]]
+    assert second["memory_advantages"] == [[[None, pytest.approx(-0.706607, abs=1e-6)], [None, 0.0]]]
+    trainer = excluded_trainer(short_folder, tmp_path, 0, 1)
+    trainer.train()
+    for name, weight in outcome_of(trainer)["weights"].items():
+        for process in (first, second):
+            torch.testing.assert_close(
+                torch.tensor(process["weights"][name]), torch.tensor(weight), rtol=1e-4, atol=2e-6
+            )
 
 
 def test_an_idle_process_keeps_generating(results):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,8 @@ def markdown(comparison: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_MARKUP = re.compile(r"[\\`*_{}\[\]()<>#!|~$&]")
+
 EXPLANATION = (
     "Differences are second minus first over the same questions, k is the number of objectives. Intervals: bootstrap "
     "over questions; p: two-sided sign-flip test over questions. Tokens with system prompt and question counted, and "
@@ -419,4 +422,5 @@ def condition_warnings(comparison: dict[str, Any]) -> list[str]:
 
 
 def _cell(text: str | None) -> str:
-    return "none" if text is None else " ".join(str(text).replace("|", "\\|").split())[:300]
+    """A question or an answer as the text of a cell: nothing in it is Markdown or HTML."""
+    return "none" if text is None else _MARKUP.sub(r"\\\g<0>", " ".join(str(text).split())[:300])

@@ -26,7 +26,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from ..tools import ToolError
+from ..tools import ToolError, plain_text
 
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ class JSONClient:
         """The beginning of a text that came back, in one line and without secrets."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        text = " ".join(text.split())
+        text = " ".join(plain_text(text).split())
         return text if len(text) <= 300 else f"{text[:300]}…"
 
 

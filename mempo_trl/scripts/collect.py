@@ -340,7 +340,7 @@ def write_kept(records: list[dict], args: CollectArguments, everything: Path) ->
     table.add_column("rollouts", justify="right")
     for name, count in sorted(counts.items(), key=lambda item: (item[0] != "kept", -item[1])):
         table.add_row(name if name == "kept" else f"dropped: {name}", str(count))
-    Console().print(table)
+    Console(markup=False, highlight=False, emoji=False).print(table)
     usage = Counter()
     for record in records:
         usage.update(record.get("usage") or {})

@@ -61,7 +61,7 @@ def main(args: CompareArguments) -> dict:
     """Compare, print the tables and write the files."""
     evaluations = {path: read_evaluation(path) for path in args.evaluations}
     comparison = compare(evaluations, args.normalizer, args.common_questions, args.seed, args.max_examples)
-    console = Console()
+    console = Console(markup=False, highlight=False, emoji=False)
     for name, entry in comparison["comparisons"].items():
         count = entry["results"]["all"]["num_questions"]
         title = (

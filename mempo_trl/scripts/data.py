@@ -127,7 +127,7 @@ def main(args: DataArguments) -> None:
     rows, unused = compose_objectives(kept, args.objectives, args.num_questions, args.seed)
     write_questions(args.output_file, rows)
 
-    console = Console(markup=False, highlight=False)
+    console = Console(markup=False, highlight=False, emoji=False)
     console.print(read)
     console.print(count_table(rows_by_source, dropped + unused))
     made = "question" if len(rows) == 1 else "questions"

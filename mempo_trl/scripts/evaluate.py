@@ -371,7 +371,7 @@ def print_table(report: dict) -> None:
             for column in columns
         ]
         table.add_row(name, str(row["num_rollouts"]), *cells)
-    Console().print(table)
+    Console(markup=False, highlight=False, emoji=False).print(table)
     if every["failures"]:
         print(f"{every['failures']} rollouts failed and count as wrong. The same command plays them again.")
 
@@ -386,7 +386,7 @@ def write_probe(folder: Path, probe: dict) -> dict:
         table.add_column(column, justify=justify)
     for row in probe_rows(probe):
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False, highlight=False, emoji=False).print(table)
     return report
 
 

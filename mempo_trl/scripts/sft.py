@@ -137,7 +137,7 @@ def print_reports(reports: dict[str, Counter], max_length: int | None) -> None:
         table.add_column(name, justify="right")
     for row in dict.fromkeys(name for counts in reports.values() for name in counts):
         table.add_row(row, *(f"{counts[row]:,}" for counts in reports.values()))
-    Console().print(table)
+    Console(markup=False, highlight=False, emoji=False).print(table)
     dropped = sum(counts["sequences dropped: too long"] for counts in reports.values())
     if dropped:
         print(
