@@ -7,6 +7,9 @@ import os
 import re
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from .parsing import parse_turn
@@ -110,6 +113,28 @@ def memory_markers(turn: Turn) -> list[int]:
     return markers
 
 
+def length_metrics(lengths: Tensor, truncated: Tensor) -> dict[str, float]:
+    """
+    TRL's metrics of completions, for rollouts.
+
+    Args:
+        lengths (`torch.Tensor`):
+            Sampled tokens of each rollout of all processes. # (R,)
+        truncated (`torch.Tensor`):
+            Whether it was cut. # (R,)
+
+    Returns:
+        `dict[str, float]`
+    """
+    metrics = {"completions/clipped_ratio": truncated.float().mean().item()}
+    for suffix, values in (("", lengths), ("terminated_", lengths[~truncated])):
+        values = values.float() if len(values) else torch.zeros(1)
+        metrics[f"completions/mean_{suffix}length"] = values.mean().item()
+        metrics[f"completions/min_{suffix}length"] = values.min().item()
+        metrics[f"completions/max_{suffix}length"] = values.max().item()
+    return metrics
+
+
 def rollout_record(
     rollout: Rollout, *, tokenizer: PreTrainedTokenizerBase | None = None, ids: bool = False, **extra
 ) -> dict:
@@ -198,6 +223,19 @@ def _token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str
         texts.append(text[max(start, done) : end])
         done = max(done, end)
     return texts
+
+
+class RolloutBar(tqdm):
+    """Progress of the rollouts of a generation batch, and of their turns where they take them together."""
+
+    turn = 0
+
+    def on_turn(self, live: int, total: int) -> None:
+        """Before a turn of `live` rollouts of `total`."""
+        self.turn += 1
+        self.set_postfix(turn=self.turn, live=live, refresh=False)
+        self.update(total - live - self.n)
+        self.refresh()
 
 
 class RolloutWriter(TrainerCallback):

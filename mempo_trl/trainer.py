@@ -12,7 +12,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig, PeftModel
 from torch.utils.checkpoint import checkpoint
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl.trainer.utils import get_config_model_id
 
@@ -26,9 +25,17 @@ from .durable import DurableTrainer
 from .endpoints import CompletionsGenerator
 from .generation import BatchGenerator, run_in_event_loop
 from .inputs import check_data, check_loaded, check_model, check_tokenizer
-from .memory_reward import MemoryRewardCallback, RolloutCallback
+from .memory_reward import MemoryRewardCallback, RolloutCallback, credited_rewards
 from .model_card import complete_model_card
-from .monitoring import RolloutWriter, last_tool_failure, rollout_record, rollout_statistics, total_tokens
+from .monitoring import (
+    RolloutBar,
+    RolloutWriter,
+    last_tool_failure,
+    length_metrics,
+    rollout_record,
+    rollout_statistics,
+    total_tokens,
+)
 from .policy_servers import AdapterGenerator, check_adapter, policy_generator
 from .processes import longest_tool_call, on_all_processes
 from .protocol import Protocol, load_chat_template
@@ -303,12 +310,8 @@ class MemPOTrainer(DurableTrainer):
         return gathered.amax(dim=0).tolist()
 
     def _play_rollouts(self) -> list[Rollout]:
-        bar = tqdm(
-            total=len(self._rows),
-            desc="Rollouts",
-            leave=False,
-            disable=self.args.disable_tqdm or not self.accelerator.is_main_process,
-        )
+        quiet = self.args.disable_tqdm or not self.accelerator.is_main_process
+        bar = RolloutBar(total=len(self._rows), desc="Rollouts", leave=False, disable=quiet)
         if self._server is None:
             generator = self._turn_batches(bar)
         else:
@@ -354,16 +357,7 @@ class MemPOTrainer(DurableTrainer):
             self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
 
-    def _turn_batches(self, bar: tqdm) -> BatchGenerator:
-        turn = 0
-
-        def on_turn(live: int, total: int) -> None:
-            nonlocal turn
-            turn += 1
-            bar.set_postfix(turn=turn, live=live, refresh=False)
-            bar.update(total - live - bar.n)
-            bar.refresh()
-
+    def _turn_batches(self, bar: RolloutBar) -> BatchGenerator:
         return BatchGenerator(
             self._generate_turns,
             max_completion_length=self.max_completion_length,
@@ -372,7 +366,7 @@ class MemPOTrainer(DurableTrainer):
             gather=lambda value: gather_object([value]),
             dummy_prompt=[self.eos_token_ids[0]],
             equal_counts=self.use_vllm,
-            on_turn=on_turn,
+            on_turn=bar.on_turn,
         )
 
     def _generate_turns(self, prompts: list[list[int]], idle: bool) -> tuple[list[list[int]], list | None]:
@@ -434,14 +428,7 @@ class MemPOTrainer(DurableTrainer):
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
         # Equal rewards may leave rounding noise, which the parent's ε lets through.
         output["advantages"].masked_fill_(self._without_spread, 0.0)
-        rewards = torch.full((len(self._rollouts), self.args.max_turns), torch.nan, device=device)  # (R, T)
-        for i, rollout in enumerate(self._rollouts):
-            # Without a reward it has no part in the baseline of the outcome either.
-            if rollout.reward is None or (self.args.memory_credit == "successful" and not rollout.reward > 0):
-                continue
-            for t, turn in enumerate(rollout.turns):
-                if turn.memory_reward is not None:
-                    rewards[i, t] = turn.memory_reward
+        rewards = credited_rewards(self._rollouts, self.args.max_turns, self.args.memory_credit).to(device)  # (R, T)
         memory_advantages = standardize_memory_rewards(
             self.accelerator.gather(rewards), num_generations, self.scale_rewards
         )
@@ -550,12 +537,8 @@ class MemPOTrainer(DurableTrainer):
         if mode == "train":
             self.state.num_input_tokens_seen += seen.sum().item()
         metrics["num_tokens"] = [self.state.num_input_tokens_seen]
-        metrics["completions/clipped_ratio"].append(truncated.float().mean().item())
-        for suffix, values in (("", lengths), ("terminated_", lengths[~truncated])):
-            values = values.float() if len(values) else torch.zeros(1)
-            metrics[f"completions/mean_{suffix}length"].append(values.mean().item())
-            metrics[f"completions/min_{suffix}length"].append(values.min().item())
-            metrics[f"completions/max_{suffix}length"].append(values.max().item())
+        for name, value in length_metrics(lengths, truncated).items():
+            metrics[name].append(value)
 
         errors, calls = sums["tool/error_frac"]
         if calls and errors / calls > self.args.max_tool_error_rate:
@@ -570,23 +553,20 @@ class MemPOTrainer(DurableTrainer):
             return
         mode = "train" if self.model.training else "eval"
         step = self.state.global_step
-        records = []
-        for row, rollout, rewards in zip(self._rows, self._rollouts, self._rewards, strict=True):
-            of_row = {name: row[name] for name in ("id", "dataset") if name in row}
-            # NaN, the reward that a function could not give, is no JSON.
-            rewards = {name: None if math.isnan(value) else value for name, value in rewards.items()}
-            records.append(
-                rollout_record(
-                    rollout,
-                    tokenizer=self._tokenizer,
-                    ids=self.args.log_rollout_ids,
-                    **of_row,
-                    step=step,
-                    mode=mode,
-                    rewards=rewards,
-                    memory_weight=self.args.memory_advantage_weight,
-                )
+        records = [
+            rollout_record(
+                rollout,
+                tokenizer=self._tokenizer,
+                ids=self.args.log_rollout_ids,
+                **{name: row[name] for name in ("id", "dataset") if name in row},
+                step=step,
+                mode=mode,
+                # NaN, the reward that a function could not give, is no JSON.
+                rewards={name: None if math.isnan(value) else value for name, value in rewards.items()},
+                memory_weight=self.args.memory_advantage_weight,
             )
+            for row, rollout, rewards in zip(self._rows, self._rollouts, self._rewards, strict=True)
+        ]
         failed = not self._rollout_writer.write(records, mode, step)
         self._metrics[mode]["rollout/dump_failed_frac"].append(float(self._reduce_max([failed])[0]))
 
