@@ -115,6 +115,11 @@ def find_checkpoint(resume_from_checkpoint: str | os.PathLike | bool | None, out
     )
 
 
+def in_generation_batch(manifest: dict[str, Any]) -> bool:
+    """Whether a checkpoint was saved between two steps on one generation batch."""
+    return manifest["micro_step"] % manifest["settings"]["generate_every"] != 0
+
+
 def check_same_run(manifest: dict[str, Any], settings: dict[str, Any], checkpoint: str, data_skip: bool) -> None:
     """
     Check that a run goes on as what it was.
@@ -143,13 +148,12 @@ def check_same_run(manifest: dict[str, Any], settings: dict[str, Any], checkpoin
             "Set this back; or start a new run from its weights (`model_name_or_path`); or go on from the first "
             "question, with `ignore_data_skip`."
         )
-    if manifest["micro_step"] % before["generate_every"] and (
-        changes := differences(before["processes"], settings["processes"])
-    ):
+    changes = differences(before["layout"], settings["layout"])
+    if data_skip and changes and in_generation_batch(manifest):
         raise ValueError(
             f"{checkpoint!r} was saved in the middle of a generation batch, which only the same processes can go on "
-            f"with: {'; '.join(changes)}. Set this back, or resume from a checkpoint at the end of one (every "
-            f"{before['generate_every']} micro-batches)."
+            f"with: {'; '.join(changes)}. Set this back; or resume from a checkpoint at the end of one (every "
+            f"{before['generate_every']} micro-batches); or go on from the first question, with `ignore_data_skip`."
         )
     if changes := differences(before, settings):
         logger.warning(f"{checkpoint!r} is resumed with other settings: {'; '.join(changes)}.")
@@ -165,7 +169,7 @@ def save_generation_batch(inputs: list[dict[str, torch.Tensor | None]], path: st
 def load_generation_batch(path: str | os.PathLike, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """Read what [`save_generation_batch`] wrote."""
     inputs: dict[int, dict[str, torch.Tensor]] = {}
-    for key, tensor in load_file(path, device=str(device)).items():
+    for key, tensor in load_file(path).items():  # which takes no "cpu:0" for a device
         number, _, name = key.partition(".")
-        inputs.setdefault(int(number), {})[name] = tensor
+        inputs.setdefault(int(number), {})[name] = tensor.to(device)
     return [inputs[number] for number in sorted(inputs)]

@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from .checkpoints import (
     check_same_run,
     find_checkpoint,
+    in_generation_batch,
     load_generation_batch,
     read_manifest,
     save_generation_batch,
@@ -149,9 +150,9 @@ class DurableTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        micro_step = read_manifest(checkpoint)["micro_step"]
-        if micro_step % self._settings["generate_every"]:
-            self._step = micro_step
+        manifest = read_manifest(checkpoint)
+        if in_generation_batch(manifest) and not self.args.ignore_data_skip:
+            self._step = manifest["micro_step"]
             self._buffered_inputs = load_generation_batch(
                 self._generation_batch_path(checkpoint), self.accelerator.device
             )

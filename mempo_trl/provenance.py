@@ -74,7 +74,7 @@ def training_settings(
             Those of the trainer.
 
     Returns:
-        `dict`: `"data"` is what decides which question comes when, `"processes"` how a generation batch is laid out,
+        `dict`: `"data"` is what decides which question comes when, `"layout"` what half a generation batch hangs on,
         and `"generate_every"` the number of micro-batches from one generation batch to the next. Free of secrets.
     """
     generate_every = args.steps_per_generation * args.num_iterations
@@ -91,11 +91,12 @@ def training_settings(
         "generation_batch_size": args.generation_batch_size,
         "steps_per_generation_batch": generate_every / args.gradient_accumulation_steps,
     }
-    processes = {"num_processes": args.world_size, "steps_per_generation": args.steps_per_generation}
+    layout = {name: args.__dict__[name] for name in ("steps_per_generation", "num_iterations")}
+    layout["num_processes"] = args.world_size
     others = {
         name: value
         for name, value in args.to_dict().items()
-        if not name.startswith(NOT_OF_THE_RUN) and name not in data and name not in processes
+        if not name.startswith(NOT_OF_THE_RUN) and name not in data and name not in layout
     }
     model_id = get_config_model_id(model.config)
     adapters = {}
@@ -106,7 +107,7 @@ def training_settings(
     return without_secrets(
         {
             "data": data,
-            "processes": processes,
+            "layout": layout,
             "generate_every": generate_every,
             "model": {"name": model_id, "weights": weights_stamp(model_id), "adapter": adapters},
             "tokenizer": tokenizer_hash(tokenizer),
