@@ -439,6 +439,13 @@ def test_tool_refuses_a_wrong_number_of_results(count):
         SearchTool(Wrong())("q")
 
 
+def test_tool_cuts_a_query():
+    """A model that writes without end gets a search, not a refusal, which would count as a failure of the tool."""
+    retriever = FakeRetriever([])
+    assert SearchTool(retriever)("x" * 100_000) == NO_RESULTS
+    assert retriever.calls == [(["x" * 8192], 3)]
+
+
 def test_tool_schema(retriever):
     """transformers makes the tool's schema from its call, and the model sees one required string."""
     tool = SearchTool(retriever)

@@ -6,6 +6,10 @@ from ..tools import NO_RESULTS, ToolError
 from .document import Document, Retriever
 
 
+MAX_QUERY_LENGTH = 8192
+"""Characters of a query that are searched for, as many as `mempo serve` takes: what a model writes fails no search."""
+
+
 class SearchTool:
     """
     Searches a corpus and renders the passages as a tool response. A search that cannot be made raises.
@@ -103,6 +107,7 @@ class SearchTool:
         return [self._render(documents) for documents in self._search(queries)]
 
     def _search(self, queries: list[str]) -> list[list[Document]]:
+        queries = [query[:MAX_QUERY_LENGTH] for query in queries]
         results = self.retriever.search(queries, self.top_k)
         if len(results) != len(queries):  # passages of another query, perhaps
             asked = "1 query" if len(queries) == 1 else f"{len(queries)} queries"
