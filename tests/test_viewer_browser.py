@@ -298,6 +298,14 @@ def test_shading_by_advantage(run, opened, tmp_path):
     assert "exact to the token" in page.inner_text(".legend") and "assumed" in page.inner_text(".legend")
 
 
+def test_excluded_rollout(opened, tmp_path):
+    """A rollout that took no part in training says so."""
+    write_lines(tmp_path / "some.jsonl", [record(excluded=True, reward=None), record(excluded=False, reward=1.0)])
+    path = write_report(tmp_path / "some.jsonl").path
+    assert "not trained" in opened(path, "#rollout=0").inner_text(".rollout-facts")
+    assert "not trained" not in opened(path, "#rollout=1").inner_text(".rollout-facts")
+
+
 def test_hostile_and_long_texts(opened, tmp_path):
     """Markup is shown as it stands, wherever it comes from, and a long text is cut until it is asked for."""
     hostile = [

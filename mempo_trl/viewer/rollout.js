@@ -76,7 +76,10 @@ function rolloutFacts(rollout) {
   fact("dataset", rollout.dataset);
   fact("sample", rollout.sample);
   fact("id", rollout.id);
-  return el("p", { class: "rollout-facts" }, outcomePill(rollout.outcome), rollout.well_formed === false ? el("span", { class: "pill warn" }, "not well formed") : null, facts);
+  const pills = [outcomePill(rollout.outcome)];
+  if (rollout.well_formed === false) pills.push(el("span", { class: "pill warn" }, "not well formed"));
+  if (rollout.excluded === true) pills.push(el("span", { class: "pill warn", title: "Excluded from training and from the baselines of its group" }, "not trained"));
+  return el("p", { class: "rollout-facts" }, pills, facts);
 }
 
 /** The other rollouts of the same question, of which training compares the rewards. */
