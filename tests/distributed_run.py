@@ -5,15 +5,19 @@ Every scenario writes what the tests compare to `OUTPUT/<scenario>-<rank>.json`.
 """
 
 import faulthandler
+import itertools
 import json
 import os
 import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsdp_on_cpu
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from conftest import (
     GivenMemoryRewards,
     RecordedTrainer,
@@ -24,7 +28,9 @@ from conftest import (
     search,
 )
 from peft import LoraConfig
+from stub_vllm import StubVllm
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
 from mempo_trl import MemoryRewardCallback, MemPOTrainer
 
@@ -398,6 +404,51 @@ def excluded(folder, output, rank: int, num_processes: int) -> dict:
     return outcome_of(trainer)
 
 
+def served(folder, output, num_processes):
+    """An adapter on a vLLM server, as the stub in the main process plays it: two turns per rollout."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers = itertools.cycle(["cat", "dog"])
+
+    def script(prompt):
+        searched = "has a cat" in tokenizer.decode(prompt)
+        text = f"<mem>m</mem><answer>{next(answers)}</answer>" if searched else call("a")
+        return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+
+    state = PartialState()
+    with StubVllm(folder, script) if state.is_main_process else nullcontext() as server:
+        (url,) = broadcast_object_list([server.url if state.is_main_process else None])
+        trainer = MemPOTrainer(
+            model=folder,
+            args=config(
+                output,
+                **settings(
+                    num_processes,
+                    use_vllm=True,
+                    vllm_mode="server",
+                    vllm_server_base_url=url,
+                    beta=0.0,
+                    optim="adamw_torch",
+                    memory_token_filter="none",
+                ),
+            ),
+            train_dataset=dataset(),
+            tools=[search],
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
+        )
+        trainer.train()
+        state.wait_for_everyone()
+    requests = [request.body for request in server.requests if request.path == "/v1/completions"] if server else []
+    return {
+        "loaded": server.loaded if server else [],
+        "models": [body["model"] for body in requests],
+        "seeds": [body["seed"] for body in requests],
+        "gaps": [
+            entry["sampling/sampling_logp_difference/max"] for entry in trainer.state.log_history if "loss" in entry
+        ],
+        "weights": weights_of(trainer.model),
+    }
+
+
 def main():
     folder, output, *names = sys.argv[1:]
     rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -411,6 +462,17 @@ def main():
         "dapo": lambda path: given_rewards(
             folder, path, rank, num_processes, loss_type="dapo", max_tokens_per_microbatch=100
         ),
+        "recomputed": lambda path: given_rewards(
+            folder,
+            path,
+            rank,
+            num_processes,
+            loss_type="dapo",
+            max_tokens_per_microbatch=100,
+            recompute_forwards=True,
+            gradient_checkpointing=True,
+        ),
+        "served": lambda path: served(folder, path, num_processes),
         "generating": lambda path: generating(folder, path, rank),
         "comb": lambda path: random_run(folder, path, rank, num_processes, memory_scoring="comb"),
         "rows": lambda path: random_run(folder, path, rank, num_processes, memory_scoring="rows"),

@@ -17,7 +17,17 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def results(short_folder, tmp_path_factory):
     """What both processes wrote, per scenario, with the launcher's exit status and output."""
-    return launch(2, short_folder, tmp_path_factory.mktemp("distributed"), "grpo", "dapo", "generating", "excluded")
+    return launch(
+        2,
+        short_folder,
+        tmp_path_factory.mktemp("distributed"),
+        "grpo",
+        "dapo",
+        "recomputed",
+        "served",
+        "generating",
+        "excluded",
+    )
 
 
 def both(results, name):
@@ -72,6 +82,23 @@ def test_processes_stay_in_step(loss_type, results):
     expected = [[3, True]] * 4 if loss_type == "grpo" else [[1, True]] * 12
     assert first["forwards"] == second["forwards"] == expected
     assert first["backwards"] == second["backwards"] == 4
+
+
+def test_recomputed_forwards_with_ddp(results):
+    """`recompute_forwards` and gradient checkpointing change nothing of what DDP averages."""
+    for kept, repeated in zip(both(results, "dapo"), both(results, "recomputed"), strict=True):
+        assert repeated["weights"] == kept["weights"]
+
+
+def test_processes_share_a_server(results):
+    """One process loads each version of the adapter; both sample from it, from seeds that never meet."""
+    first, second = both(results, "served")
+    assert len(set(first["loaded"])) == len(first["loaded"]) == 2
+    # Four rollouts of two turns per step.
+    assert first["models"] == [name for name in first["loaded"] for _ in range(8)]
+    assert len(set(first["seeds"])) == 16
+    assert first["gaps"] == second["gaps"] and max(first["gaps"]) < 1e-4
+    assert first["weights"] == second["weights"]
 
 
 def test_excluded_rollouts_on_two_processes(results, short_folder, tmp_path):

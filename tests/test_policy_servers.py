@@ -125,7 +125,7 @@ def test_a_stale_adapter_is_an_error(short_folder, short_tokenizer, tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_a_restarted_server_gets_its_adapter_again(short_folder, short_tokenizer, tmp_path, caplog):
+def test_a_restarted_server_gets_its_adapter_again(short_folder, short_tokenizer, tmp_path):
     """A server that forgets everything in the middle of a rollout is given the version again, and the run goes on."""
     script = two_turns(short_tokenizer)
     restarts = 0
@@ -146,7 +146,6 @@ def test_a_restarted_server_gets_its_adapter_again(short_folder, short_tokenizer
     for inputs in trainer.inputs_seen:
         ratios = inputs["importance_sampling_ratio"]
         torch.testing.assert_close(ratios, torch.ones_like(ratios), rtol=0, atol=1e-3)
-    assert "did not have the adapter" in caplog.text
 
 
 def test_several_servers(short_folder, short_tokenizer, tmp_path):
