@@ -14,8 +14,10 @@ another one's prompts in the prefix cache (`cache_salt`).
 - *by turns*: `BatchGenerator`. The next turns of all live rollouts are requested at the same time, once the last of
   their turns and the last of their searches are done. Its connections stay open between the turns.
 
-*Live* is how many requests the server had on average, *idle* the share of the time in which it had none, *waited* the
-seconds that a rollout waited for others: for a turn, what passed beyond the time of its own request.
+*Steps* are forward passes of the server, each for one token of all requests that it has; with *idle*, the share of the
+time in which it has no request, they explain the seconds, and other work on the machine hardly moves them. *Live* is
+how many requests the server has on average, *waited* the seconds that a rollout waits for others: for a turn, what
+passes beyond the time of its own request.
 """
 
 import argparse
@@ -140,6 +142,7 @@ class ForcedGenerator(CompletionsGenerator):
             max_completion_length=2 * LONGEST,
             max_concurrency=concurrency,
             eos_token_ids=[],
+            retry_seconds=30,
             extra_body={"ignore_eos": True, "cache_salt": cache_salt},
         )
         self.work = work
@@ -217,6 +220,14 @@ class Timed(Generator):
         return await self.generator.run(rollouts, numbers)
 
 
+def engine_steps(url: str) -> int:
+    """Forward passes since the server started, by its own count."""
+    for line in httpx.get(f"{url}/metrics").raise_for_status().text.splitlines():
+        if line.startswith("vllm:iteration_tokens_total_count"):
+            return round(float(line.split()[-1]))
+    return 0  # not a server of vLLM
+
+
 def measure(
     way: str, work: Work, tokenizer: PreTrainedTokenizerBase, url: str, model: str, salt: str
 ) -> tuple[dict, list]:
@@ -229,10 +240,12 @@ def measure(
         play(question, None, protocol=protocol, generator=timed, call_tool=toolbox.call, max_turns=MAX_TURNS)
         for question in work.turns
     ]
+    steps_before = engine_steps(url)
     start = time.perf_counter()
     rollouts = run_in_event_loop(timed.run(plays))
     seconds = time.perf_counter() - start
-    if way != "free":
+    steps = engine_steps(url) - steps_before
+    if way == "by turns":
         server.close()
     busy, covered = 0.0, -math.inf
     for begin, end in sorted(server.spans):
@@ -242,6 +255,7 @@ def measure(
     figures = {
         "seconds": seconds,
         "tokens/s": work.tokens / seconds,
+        "steps": steps,
         "live": at_server / seconds,
         "idle": 1 - busy / seconds,
         "waited": (timed.seconds - at_server) / len(work.turns),
@@ -256,8 +270,7 @@ def compare(args: argparse.Namespace, tokenizer, url: str, model: str, search_se
         work = make_work(tokenizer, args, search_seconds, seed=args.seed + repeat)
         played = {}
         for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
-            salt = f"{time.time_ns()}"
-            figures, played[way] = measure(way, work, tokenizer, url, model, salt)
+            figures, played[way] = measure(way, work, tokenizer, url, model, salt=str(time.time_ns()))
             runs[way].append(figures)
             bar.update()
         scripted = list(work.turns.values())
@@ -313,8 +326,8 @@ def main() -> None:
     for search_seconds, ways in runs.items():
         ratios[search_seconds] = [b["seconds"] / a["seconds"] for a, b in zip(*ways.values(), strict=True)]
         for way, figures in ways.items():
-            means = {name: statistics.median(run[name] for run in figures) for name in figures[0]}
-            rows.append({"search s": search_seconds, "way": way, **means})
+            medians = {name: statistics.median(run[name] for run in figures) for name in figures[0]}
+            rows.append({"search s": search_seconds, "way": way, **medians})
     print_table(f"{args.rollouts} rollouts, {args.work}, vLLM {version}", rows)
     for search_seconds, values in ratios.items():
         print(

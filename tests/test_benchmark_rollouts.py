@@ -63,6 +63,12 @@ def test_work(benchmark, village_tokenizer):
     assert set(equal.search_seconds.values()) == {0.2}
 
 
+@pytest.fixture(autouse=True)
+def no_metrics(benchmark, monkeypatch):
+    """The stub counts no forward passes."""
+    monkeypatch.setattr(benchmark, "engine_steps", lambda url: 0)
+
+
 def test_ways_do_the_same_work(benchmark, village_tokenizer):
     """Both ways send the same prompts with the same numbers of tokens, and play the turns of the script."""
     work = benchmark.make_work(village_tokenizer, arguments(), 0.0, seed=0)
