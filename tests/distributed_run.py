@@ -453,7 +453,8 @@ def main():
     folder, output, *names = sys.argv[1:]
     rank, num_processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     faulthandler.enable()
-    faulthandler.dump_traceback_later(200, exit=True)  # a deadlock ends with a trace instead of a time-out
+    # A deadlock ends with a trace of every process instead of a time-out.
+    faulthandler.dump_traceback_later(float(os.environ["WATCHDOG_SECONDS"]), exit=True)
     if "ACCELERATE_USE_FSDP" in os.environ:
         fsdp_on_cpu.enable()
     scenarios = {

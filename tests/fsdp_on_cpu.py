@@ -1,5 +1,6 @@
 """
-FSDP on a CPU, for processes of the tests that `accelerate launch` started with an FSDP configuration.
+FSDP on a CPU, for processes of the tests that `accelerate launch` started with an FSDP configuration. As a script it is
+`mempo_trl.scripts.train` with it.
 
 accelerate 1.15 makes an FSDP state for accelerators only, and without a word trains with DDP where the device is a CPU.
 What it does after that works on gloo as well, so the state is set here.
@@ -7,6 +8,9 @@ What it does after that works on gloo as well, so the state is set here.
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+
+from mempo_trl.scripts import train
+from mempo_trl.scripts.arguments import parse_launched
 
 
 _init = AcceleratorState.__init__
@@ -25,3 +29,8 @@ def _fsdp_init(self, *args, fsdp_plugin=None, **kwargs):
 def enable() -> None:
     """From here on, an accelerator on the CPU shards where its configuration says so."""
     AcceleratorState.__init__ = _fsdp_init
+
+
+if __name__ == "__main__":
+    enable()
+    train.main(*parse_launched(train.make_parser()))

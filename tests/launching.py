@@ -39,6 +39,7 @@ def launch(num_processes: int, model, output, *scenarios: str, config: str | Non
         # Each collective operation is checked to be the same one, of the same shape, on all processes. (DDP of torch
         # 2.13 ends in a segmentation fault with it.)
         environment["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    environment["WATCHDOG_SECONDS"] = str(timeout - 20)
     returncode, text = run([*start, RUN, str(model), str(output), *scenarios], timeout, **environment)
     results = {"returncode": returncode, "output": text}
     for path in Path(output).glob("*.json"):
