@@ -23,7 +23,7 @@ from .checkpoints import (
     save_generation_batch,
     write_manifest,
 )
-from .processes import FailureWatch
+from .processes import FailureWatch, check_tool_timeout
 from .provenance import training_settings
 
 
@@ -42,6 +42,7 @@ class DurableTrainer(GRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        check_tool_timeout(self.args, self.accelerator.num_processes)
         self._watch = FailureWatch()
         if self.is_fsdp_enabled:
             # Each forward gathers weights, so all processes have to make as many; `generate` doesn't see it by itself.

@@ -4,8 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -46,7 +45,6 @@ class FailureWatch:
     def __init__(self):
         self._depth = 0
         self._uses = 0
-        self._waits: dict[object, tuple[float, str]] = {}  # what this process waits for: until when, and what
         self._lock = threading.RLock()
 
     def __enter__(self) -> "FailureWatch":
@@ -80,38 +78,12 @@ class FailureWatch:
         if self._known is not None and not isinstance(error, ProcessFailure):
             raise ProcessFailure(self._known) from error
 
-    @contextmanager
-    def waiting(self, what: str, seconds: float) -> Iterator[None]:
-        """
-        Around a wait that ends within a time unless it blocks its process. If it doesn't end, all processes do.
-
-        Args:
-            what (`str`):
-                What is waited for; the error names it.
-            seconds (`float`):
-                Time after which it should have ended.
-        """
-        key = object()
-        with self._lock:
-            until = time.monotonic() + seconds + GRACE_SECONDS  # a busy machine is late itself
-            self._waits[key] = (until, f"{what} did not come back within {seconds:g} s")
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._waits[key]
-
     def _watch(self) -> None:
         while not self._left.wait(POLL_SECONDS):
-            with self._lock:
-                overdue = [what for until, what in self._waits.values() if until < time.monotonic()]
-            if overdue:
-                cause = f"{overdue[0]}, and it blocks its process, so that no time-out can end it"
-                self._announce(cause)
-                _exit(f"Process {self._rank} failed: {cause}.")
             if self._take_note():
                 if not self._left.wait(GRACE_SECONDS):
-                    _exit(self._known)
+                    sys.stderr.flush()
+                    os._exit(1)
                 return
 
     def _announce(self, cause: str) -> None:
@@ -175,9 +147,9 @@ def on_all_processes(work: Callable[[], T]) -> T:
     return result
 
 
-def longest_tool_call(args: MemPOConfig, num_processes: int) -> float:
+def check_tool_timeout(args: MemPOConfig, num_processes: int) -> None:
     """
-    Time that a tool call may take, with its retries and the pauses between them.
+    Check that the other processes, which wait for the rollouts of this one, don't give up before it gives up a tool.
 
     Args:
         args ([`MemPOConfig`]):
@@ -185,11 +157,8 @@ def longest_tool_call(args: MemPOConfig, num_processes: int) -> float:
         num_processes (`int`):
             Processes of the run.
 
-    Returns:
-        `float`: Seconds.
-
     Raises:
-        ValueError: If the other processes, which wait for the rollouts of this one, would give up before.
+        ValueError: If they do.
     """
     seconds = args.tool_timeout * (args.tool_retries + 1) + 2**args.tool_retries - 1
     if num_processes > 1 and seconds >= args.ddp_timeout:
@@ -198,16 +167,9 @@ def longest_tool_call(args: MemPOConfig, num_processes: int) -> float:
             f"{args.tool_retries}), but the other processes wait only `ddp_timeout` = {args.ddp_timeout} s. Lower the "
             "first two, or raise `ddp_timeout`."
         )
-    return seconds
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + GRACE_SECONDS
     while not condition() and time.monotonic() < until:
         time.sleep(POLL_SECONDS / 10)
-
-
-def _exit(cause: str) -> None:
-    sys.stderr.write(cause + "\n")
-    sys.stderr.flush()
-    os._exit(1)

@@ -37,7 +37,7 @@ from .monitoring import (
     total_tokens,
 )
 from .policy_servers import AdapterGenerator, check_adapter, policy_generator
-from .processes import longest_tool_call, on_all_processes
+from .processes import on_all_processes
 from .protocol import Protocol, load_chat_template
 from .retrieval.cache import CachedRetriever
 from .retrieval.sharing import SharedSearches
@@ -46,7 +46,7 @@ from .rewards import exact_match_reward
 from .rollout import Rollout, exclude_rollouts, play
 from .sequences import Sequence, build_sequences, kl_per_sequence, loss_weights, pad_sequences, padded_count
 from .timing import StepTimer, TimingCallback, device_clock, step_phases, within
-from .tools import Toolbox, ToolResult
+from .tools import Toolbox
 
 
 logger = get_logger(__name__)
@@ -233,7 +233,6 @@ class MemPOTrainer(DurableTrainer):
         # The generation batch in work: rows, rollouts and the sequences they gave.
         self._rows: list[dict] = []
         self._searches = SharedSearches(self.toolbox)
-        self._tool_seconds = longest_tool_call(args, self.accelerator.num_processes)
         self._rollouts: list[Rollout] = []
         self._rewards: list[dict[str, float]] = []
         self._sequences: list[Sequence] = []
@@ -325,7 +324,7 @@ class MemPOTrainer(DurableTrainer):
             generator.seed = f"{self.args.seed}/{mode}/{step}/{batch}"  # those of the step: a resumed run has the same
             generator.on_rollout = bar.update
         self._searches = SharedSearches(self.toolbox)
-        call_tool = within(self._timer.searching, self._call_tool)
+        call_tool = within(self._timer.searching, self._searches.call)
         rollouts = [
             play(
                 row["question"],
@@ -344,10 +343,6 @@ class MemPOTrainer(DurableTrainer):
             if self._server is None:  # a round of turns is collective itself
                 return run_in_event_loop(generator.run(rollouts))
             return on_all_processes(lambda: run_in_event_loop(generator.run(rollouts, numbers)))
-
-    async def _call_tool(self, name: str, arguments: dict) -> ToolResult:
-        with self._watch.waiting(f"The tool call {name}({str(arguments):.200})", self._tool_seconds):
-            return await self._searches.call(name, arguments)
 
     def _sync_servers(self) -> None:
         """The policy as it is now to the servers."""

@@ -304,23 +304,12 @@ def failure(where: str, rank: int, folder, output, num_processes: int) -> None:
     class Broken(KeptRollouts):
         on_rollouts_end = broken
 
-    async def blocking_search(query: str) -> str:
-        """
-        Searches, and never comes back.
-
-        Args:
-            query: What to search for.
-        """
-        if failing:
-            time.sleep(600)
-        return "nothing"
-
-    blocking_search.__name__ = "search"
     if where == "reward":
         reward_funcs = [broken if failing else lambda completions, **kwargs: [0.0] * len(completions)]
         reward_funcs[0].__name__ = "reward"
     if where == "tool":
-        tools, kwargs = [blocking_search], {"tool_timeout": 2.0}
+        tools = [blocking_search if failing else search]
+        kwargs = {"tool_timeout": 0.5, "max_tool_error_rate": 0.1}
     trainer = ScriptedTrainer(
         model=folder,
         args=config(output, **settings(num_processes, **kwargs)),
@@ -328,7 +317,7 @@ def failure(where: str, rank: int, folder, output, num_processes: int) -> None:
         tools=tools,
         reward_funcs=reward_funcs,
         callbacks=[Broken() if failing and where == "scoring" else KeptRollouts()],
-        script=lambda number, turn: ROLLOUTS[number % 2][turn],
+        script=lambda number, turn: ROLLOUTS[2 * rank + number % 2][turn],
     )
     if failing and where == "rollout":
         trainer.protocol.response_ids = broken
@@ -349,14 +338,26 @@ def hanging_search(query: str) -> str:
     time.sleep(600)
 
 
-def hanging_tool(folder, output, rank: int, num_processes: int) -> dict:
-    """A plain function that hangs in its thread, on the second process only."""
-    hanging_search.__name__ = "search"
+async def blocking_search(query: str) -> str:
+    """
+    Searches, and gives way to nothing else until it comes back, much too late.
+
+    Args:
+        query: What to search for.
+    """
+    time.sleep(600)
+
+
+hanging_search.__name__ = blocking_search.__name__ = "search"
+
+
+def hanging_tool(folder, output, rank: int, num_processes: int, tool) -> dict:
+    """A tool hangs on the second process only, and its failures are not too many."""
     trainer = ScriptedTrainer(
         model=folder,
-        args=config(output, **settings(num_processes, tool_timeout=0.5, max_steps=1, max_tool_error_rate=1.0)),
+        args=config(output, **settings(num_processes, tool_timeout=0.5, max_steps=1, max_tool_error_rate=0.5)),
         train_dataset=dataset(),
-        tools=[hanging_search if rank == 1 else search],
+        tools=[tool if rank == 1 else search],
         callbacks=[KeptRollouts()],
         script=lambda number, turn: ROLLOUTS[2 * rank + number % 2][turn],
     )
@@ -482,7 +483,8 @@ def main():
         "saving": lambda path: saving(folder, path, rank, num_processes),
         "saving_lora": lambda path: saving(folder, path, rank, num_processes, lora=True),
         "excluded": lambda path: excluded(folder, path, rank, num_processes),
-        "hanging_tool": lambda path: hanging_tool(folder, path, rank, num_processes),
+        "hanging_tool": lambda path: hanging_tool(folder, path, rank, num_processes, hanging_search),
+        "blocking_tool": lambda path: hanging_tool(folder, path, rank, num_processes, blocking_search),
     }
     for name in names:
         path = f"{output}/{name}"

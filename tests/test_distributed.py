@@ -8,7 +8,7 @@ from conftest import config
 from distributed_run import ROLLOUTS, excluded_trainer, given_rewards_trainer, outcome_of
 from launching import by_rank, launch
 
-from mempo_trl.processes import longest_tool_call
+from mempo_trl.processes import check_tool_timeout
 
 
 pytestmark = pytest.mark.distributed
@@ -174,28 +174,30 @@ def test_a_failure_ends_both(where, short_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tool_that_blocks_its_process(short_folder, tmp_path):
-    """An async tool that never gives way escapes its time-out: both processes end, and both name the call."""
-    output = failing("tool", short_folder, tmp_path)
-    call = "The tool call search({'query': 'a'}) did not come back within 2 s, and it blocks its process"
-    assert f"[RANK 0] Process 1 failed: {call}" in output
-    assert f"\nProcess 1 failed: {call}" in output
+def test_a_tool_that_hangs(short_folder, tmp_path):
+    """A tool that hangs on one process, in a thread or in the event loop, is given up in time; training goes on."""
+    results = launch(2, short_folder, tmp_path, "hanging_tool", "blocking_tool", timeout=120)
+    for name in ("hanging_tool", "blocking_tool"):
+        # Six searches on the first process; of the two rollouts on the second one, one searches once.
+        expected = {"tool/error_frac": pytest.approx(1 / 7), "steps": 1}
+        assert by_rank(results, name, 2) == [expected, expected]
+    assert results["returncode"] == 0
 
 
 @pytest.mark.slow
-def test_a_tool_that_hangs_in_its_thread(short_folder, tmp_path):
-    """A plain tool that hangs on one process is given up there after its time-out, counted, and training goes on."""
-    results = launch(2, short_folder, tmp_path, "hanging_tool", timeout=120)
-    first, second = by_rank(results, "hanging_tool", 2)
-    # Six searches on the first process; the two rollouts of the second one search once and not at all.
-    assert first == second == {"tool/error_frac": pytest.approx(1 / 7), "steps": 1}
+def test_too_many_tool_failures_end_both(short_folder, tmp_path):
+    """Where that is too many failures, the error names the cause on the process that had no failure as well."""
+    output = failing("tool", short_folder, tmp_path)
+    for rank in (0, 1):
+        (line,) = [line for line in output.splitlines() if line.startswith(f"[rank{rank}]: RuntimeError: 1 of 7 tool")]
+        assert "no answer within 0.5 s" in line
 
 
 def test_tool_calls_are_given_up_before_the_other_processes_give_up(tmp_path):
     """The longest call has to fit into the time-out of the processes that wait for it; one process waits for nobody."""
-    # Three attempts of 60 s with pauses of up to 1 and 2 s.
-    assert longest_tool_call(config(tmp_path, tool_timeout=60.0, tool_retries=2), num_processes=2) == 183
+    # Three attempts of 600 s with pauses of up to 1 and 2 s.
     args = config(tmp_path, tool_timeout=600.0, tool_retries=2)
-    assert longest_tool_call(args, num_processes=1) == 1803
+    check_tool_timeout(args, num_processes=1)
     with pytest.raises(ValueError, match="may take 1803 s .* `ddp_timeout` = 1800 s"):
-        longest_tool_call(args, num_processes=2)
+        check_tool_timeout(args, num_processes=2)
+    check_tool_timeout(config(tmp_path, tool_timeout=598.0, tool_retries=2), num_processes=2)  # 1797 s
