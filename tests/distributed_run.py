@@ -479,6 +479,9 @@ def main():
         "comb": lambda path: random_run(folder, path, rank, num_processes, memory_scoring="comb"),
         "rows": lambda path: random_run(folder, path, rank, num_processes, memory_scoring="rows"),
         "lora": lambda path: random_run(folder, path, rank, num_processes, lora=True),
+        "checkpointing": lambda path: random_run(
+            folder, path, rank, num_processes, max_steps=3, gradient_checkpointing=True
+        ),
         "sampling": lambda path: sampling(folder, path, rank, num_processes),
         "saving": lambda path: saving(folder, path, rank, num_processes),
         "saving_lora": lambda path: saving(folder, path, rank, num_processes, lora=True),

@@ -13,7 +13,11 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 RUNS = [("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4)]
-SCENARIOS = {2: ("comb", "rows", "lora", "sampling", "saving", "saving_lora"), 4: ("comb", "lora", "sampling")}
+SCENARIOS = {
+    1: ("comb", "rows", "lora", "checkpointing"),
+    2: ("comb", "rows", "lora", "checkpointing", "sampling", "saving", "saving_lora"),
+    4: ("comb", "lora", "sampling"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +43,8 @@ def results(uneven_folder, tmp_path_factory):
         key = config, num_processes
         if key not in done:
             output = tmp_path_factory.mktemp(f"{config}-{num_processes}")
-            scenarios = SCENARIOS.get(num_processes, ("comb", "rows", "lora"))
             recipe = None if config == "ddp" else config
+            scenarios = SCENARIOS[num_processes]
             done[key] = launch(num_processes, uneven_folder, output, *scenarios, config=recipe, timeout=500)
             done[key]["folder"] = output
         return done[key]
@@ -60,16 +64,16 @@ def numbers(value) -> list[float]:
     return [-99.0 if value is None else value]
 
 
-@pytest.mark.parametrize("scenario", ["comb", "rows", "lora"])
-@pytest.mark.parametrize(("config", "num_processes"), RUNS)
+@pytest.mark.parametrize(
+    ("config", "num_processes", "scenario"),
+    [(*run, name) for run in RUNS for name in SCENARIOS[1] if name in SCENARIOS[run[1]]],
+)
 def test_any_number_of_processes_is_one_run(config, num_processes, scenario, results, uneven_folder):
     """Whatever turns each process has: in step, and with the credit and the weights of a single process."""
-    if scenario not in SCENARIOS[num_processes]:
-        pytest.skip("four processes score with the comb only")
     (single,) = by_rank(results("ddp", 1), scenario, 1)
     processes = by_rank(results(config, num_processes), scenario, num_processes)
     assert all(process["sharded"] == (config == "fsdp2") for process in processes)
-    assert all(process["steps"] == 20 for process in [single, *processes])
+    assert all(process["steps"] == (3 if scenario == "checkpointing" else 20) for process in [single, *processes])
     assert {process["scorer"] for process in processes} == {"RowScorer" if scenario == "rows" else "CombScorer"}
     # What the test is about: turns, and generated lengths, that differ between the processes.
     assert all(process["turns"] != processes[0]["turns"] for process in processes[1:])
@@ -95,7 +99,7 @@ def test_any_number_of_processes_is_one_run(config, num_processes, scenario, res
             )
         if name in before:
             moved = max(moved, (before[name].flatten()[:50] - torch.tensor(weight)).abs().max().item())
-    assert scenario == "lora" or moved > 1e-3
+    assert scenario in ("lora", "checkpointing") or moved > 1e-3
 
 
 @pytest.mark.parametrize(("config", "num_processes"), RUNS)
