@@ -182,7 +182,10 @@ class EndpointGenerator(Generator):
         return httpx.AsyncClient(
             headers={} if self._api_key is None else {"Authorization": f"Bearer {self._api_key}"},
             timeout=httpx.Timeout(self.timeout, connect=30, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.max_concurrency),
+            # Idle connections are dropped before a server does it, vLLM after 5 s, just when they are used again.
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=self.max_concurrency, keepalive_expiry=3.0
+            ),
         )
 
     async def _play(self, rollout: Coroutine, number: int | None) -> Any:
