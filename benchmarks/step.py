@@ -5,7 +5,8 @@ A MemPO step against a step of TRL's `GRPOTrainer` with its tool loop: same mode
 
 The rollouts are scripted in the village and forced token by token, so that every way generates, searches and trains the
 same texts and pays for its forwards. The trainers take turns, one step each, so that other work on the machine hits all of
-them; ratios are medians over the steps. Peak memory is that of a further run, of each way in a process of its own. `trl`
+them; ratios are medians over the steps. `--clock cpu` counts the processor's seconds instead of the wall's, on a machine
+that others keep busy. Peak memory is that of a further run, of each way in a process of its own. `trl`
 and `full, λ=0` train the same rows; `memory` rewrites the context in every turn, as the paper does.
 """
 
@@ -24,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,6 +50,7 @@ WAYS = {
     "memory, λ=1": {"context": "memory", "memory_advantage_weight": 1.0},
 }
 PARTS = ("rollout", "memory_scoring", "logps", "train", "other")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SYSTEM_PROMPT = "Search for what you need."
 
 
@@ -111,14 +114,14 @@ class TakeTurns(TrainerCallback):
     seconds of each step.
     """
 
-    def __init__(self, own: threading.Semaphore, next_one: threading.Semaphore):
-        self.own, self.next_one = own, next_one
+    def __init__(self, own: threading.Semaphore, next_one: threading.Semaphore, clock: Callable[[], float]):
+        self.own, self.next_one, self.clock = own, next_one, clock
         self.seconds = []
 
     def begin(self):
         self.own.acquire()
         torch.manual_seed(0)
-        self.start = time.perf_counter()
+        self.start = self.clock()
 
     def end(self):
         self.next_one.release()
@@ -126,12 +129,12 @@ class TakeTurns(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.start)
+        self.seconds.append(self.clock() - self.start)
         random_state = torch.get_rng_state()
         self.next_one.release()
         self.own.acquire()
         torch.set_rng_state(random_state)
-        self.start = time.perf_counter()
+        self.start = self.clock()
 
 
 class ForcedGRPO(ForcedRollouts, GRPOTrainer):
@@ -259,7 +262,9 @@ def side_by_side(args: argparse.Namespace, folder: str) -> dict[str, dict]:
     runs, errors = {}, queue.Queue()
     for number, way in enumerate(args.ways):
         trainer = make_trainer(args, way, f"{folder}/{number}")
-        callback = TakeTurns(turns[number], turns[(number + 1) % len(turns)])
+        callback = TakeTurns(turns[number], turns[(number + 1) % len(turns)], CLOCKS[args.clock])
+        if args.clock == "cpu" and way != "trl":
+            trainer._timer._clock = CLOCKS[args.clock]
         trainer.add_callback(callback)
         runs[way] = trainer, callback
 
@@ -310,6 +315,7 @@ def main() -> None:
     parser.add_argument("--search_seconds", type=float, default=0.0, help="further time that a search takes")
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=6, help="the first one is not measured")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--way", choices=WAYS, help="run this way only, for its peak memory")
     parser.add_argument("--profile", help="with `--way`: file for what cProfile finds")
@@ -318,17 +324,18 @@ def main() -> None:
     if args.way:
         print(peak_memory(args))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        results = side_by_side(args, folder)
-    for way, result in results.items():
+    peaks = {}
+    for way in args.ways:  # first, because a process starts with the peak of the one that made it
         command = [sys.executable, __file__, *sys.argv[1:], "--steps", "2", "--way", way]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        result["peak MB"] = float(output.splitlines()[-1])
+        peaks[way] = float(output.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        results = side_by_side(args, folder)
     rows, ratios = [], {}
     for way, result in results.items():
         row = {"way": way, "step, s": statistics.median(result["seconds"])}
         row |= {part: statistics.median(result[part]) if part in result else "" for part in PARTS}
-        rows.append(row | {"peak MB": result["peak MB"]})
+        rows.append(row | {"peak MB": peaks[way]})
         if "trl" in results and way != "trl":
             ratios[f"{way} / trl"] = ratio(result["seconds"], results["trl"]["seconds"])
         if "memory_scoring" in result:

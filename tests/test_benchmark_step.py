@@ -35,6 +35,7 @@ def test_ways_do_the_same_work(benchmark, tmp_path):
         search_seconds=0.0,
         beta=0.1,
         steps=2,
+        clock="wall",
     )
     theirs, full, memory = benchmark.side_by_side(args, str(tmp_path)).values()
     assert theirs["trained"] == full["trained"] != memory["trained"]
