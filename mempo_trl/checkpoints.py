@@ -19,6 +19,9 @@ logger = get_logger(__name__)
 MANIFEST = "mempo_checkpoint.json"
 """What a checkpoint holds and how it came about. Only the trainer's state is written after it."""
 
+SENTINEL = "checkpoint-is-incomplete.txt"
+"""What transformers keeps in a checkpoint while it saves it on SIGTERM (`enable_jit_checkpoint`)."""
+
 
 def write_manifest(folder: str | os.PathLike, settings: dict[str, Any], micro_step: int) -> None:
     """
@@ -30,12 +33,12 @@ def write_manifest(folder: str | os.PathLike, settings: dict[str, Any], micro_st
         settings (`dict`):
             What the run depends on ([`~mempo_trl.provenance.training_settings`]).
         micro_step (`int`):
-            Micro-batches that were trained on.
+            Micro-batches of all steps that were made.
     """
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(Path(folder).rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        if path.is_file() and path.name not in (MANIFEST, SENTINEL)
     }
     manifest = {"micro_step": micro_step, "settings": settings, "files": files}
     Path(folder, MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -70,6 +70,7 @@ class DurableTrainer(GRPOTrainer):
             ValueError: If there is no complete checkpoint, or it is one of other questions or in another order.
         """
         checkpoint = find_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        self._step_in_work = None
         self._settings = training_settings(self.args, self.model, self._tokenizer, self.train_dataset)
         if checkpoint is not None:
             check_same_run(read_manifest(checkpoint), self._settings, checkpoint, not self.args.ignore_data_skip)
@@ -102,6 +103,7 @@ class DurableTrainer(GRPOTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         # The last hook before the optimiser step: after clipping, with the norm over all parameters and processes.
         grad_norm = super()._get_grad_norm(model, grad_norm)
+        self._step_in_work = self.state.global_step
         no_signal = bool(grad_norm == 0)
         self._metrics["train"]["loss/no_signal_frac"].append(float(no_signal))
         # (DeepSpeed has made its step already.)
@@ -141,11 +143,14 @@ class DurableTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir):
         # The last that every process saves, before the main process writes the trainer's state.
         super()._save_rng_state(output_dir)
-        if self._step % self._settings["generate_every"]:
+        micro_step = self._step
+        if self._step_in_work == self.state.global_step:  # saved on SIGTERM, before the optimiser's step
+            micro_step -= self.current_gradient_accumulation_steps
+        if micro_step % self._settings["generate_every"]:
             save_generation_batch(self._buffered_inputs, self._generation_batch_path(output_dir))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_manifest(output_dir, self._settings, self._step)
+            write_manifest(output_dir, self._settings, micro_step)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

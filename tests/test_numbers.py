@@ -118,6 +118,7 @@ CASES = {
     "layout": [(4, 1, 1), (1, 4, 4), (2, 2, 1)],  # rollouts per micro-batch, micro-batches per step and generation
     "loss": ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"],
     "beta": [0.0, 0.1],
+    "failure": ["respond", "exclude"],
 }
 
 
@@ -172,6 +173,7 @@ def test_any_two_of_them_together(case, short_folder, tmp_path):
         data=Dataset.from_dict({"question": ["Which pet?"] * 4, "golden_answers": [case["answer"]] * 4}),
         reward_funcs=REWARDS[case["rewards"]],
         tools=[down if case["rollouts"] == "failed" else search],
+        tool_failure=case["failure"],
         max_tool_error_rate=1.0,
         mask_truncated_completions=True,
         num_generations=min(4, size * per_generation),
@@ -246,14 +248,15 @@ def answers(number, turn):
 )
 def test_a_step_without_signal_changes_nothing(optim, optim_args, short_folder, tmp_path, caplog):
     """
-    Between two steps with signal, under weight decay and momentum: weights and optimiser state stay bit for bit, the
+    Between two steps with signal, under weight decay and momentum (0.9 is a reward whose mean of three is another
+    number): weights and optimiser state stay bit for bit, the
     learning rate and the count of steps go on, the log says it once and the metric counts it.
     """
     watch = Weights()
     trainer = build(
         short_folder, tmp_path, answers, trainer_class=ScriptedTrainer, callbacks=[watch, GivenMemoryRewards()],
-        reward_funcs=rewards_of_steps([0.0, 1.0], [0.7, 0.7], [0.1, 0.1], [1.0, 0.0]), optim=optim, optim_args=optim_args,
-        weight_decay=0.1, learning_rate=0.01, lr_scheduler_type="linear", max_steps=4, beta=0.0,
+        reward_funcs=rewards_of_steps([0.0, 1.0, 1.0], [0.9] * 3, [0.1] * 3, [1.0, 0.0, 0.0]), optim=optim, optim_args=optim_args,
+        weight_decay=0.1, num_generations=3, per_device_train_batch_size=3, learning_rate=0.01, lr_scheduler_type="linear", max_steps=4, beta=0.0,
     )  # fmt: skip
     before = [p.detach().clone() for p in trainer.model.parameters()]
     with caplog.at_level(logging.WARNING):

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback, TrainerCallback
 
 from mempo_trl import MemPOTrainer
-from mempo_trl.checkpoints import MANIFEST, check_same_run, find_checkpoint, read_manifest
+from mempo_trl.checkpoints import MANIFEST, SENTINEL, check_same_run, find_checkpoint, read_manifest
 from mempo_trl.monitoring import RolloutWriter
 
 
@@ -104,6 +104,19 @@ class Dies(TrainerCallback):
             raise ConnectionAbortedError("gone")
 
 
+class Terminated(Dies):
+    """Saves a checkpoint there before, as transformers does on SIGTERM with `enable_jit_checkpoint`."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.at:
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            folder.mkdir(exist_ok=True)
+            (folder / SENTINEL).write_text("in progress")
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            (folder / SENTINEL).unlink()
+        super().on_pre_optimizer_step(args, state, control)
+
+
 # Two rollouts of a question per micro-batch. Four questions are four micro-batches, so that six steps are more than one
 # epoch in all cases, and every epoch has an order of its own.
 LAYOUTS = {
@@ -145,6 +158,23 @@ def test_a_resumed_run_is_the_unbroken_one(layout, kind, at, short_folder, tmp_p
     resumed = make(short_folder, tmp_path / "broken", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert_same(outcome(resumed), expected)
+
+
+def test_saved_on_sigterm(short_folder, tmp_path):
+    """In the middle of a step: its update is not made, so it is made again, from the same half of the batch."""
+    settings = dict(kind="scripted", max_steps=4, **LAYOUTS["in the middle"])
+    unbroken = make(short_folder, tmp_path / "unbroken", **settings)
+    unbroken.train()
+    dying = make(short_folder, tmp_path / "broken", **settings | dict(callbacks=[Terminated(1)], save_steps=10))
+    next(c for c in dying.callback_handler.callbacks if isinstance(c, Terminated)).trainer = dying
+    with pytest.raises(ConnectionAbortedError):
+        dying.train()
+    assert read_manifest(tmp_path / "broken" / "checkpoint-1")["micro_step"] == 2
+    resumed = make(short_folder, tmp_path / "broken", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    for name, weight in unbroken.model.named_parameters():
+        assert torch.equal(resumed.model.get_parameter(name), weight), name
+    assert dumped(tmp_path / "broken") == dumped(tmp_path / "unbroken")
 
 
 def test_a_resume_near_the_start_of_a_later_epoch(short_folder, tmp_path):
