@@ -158,7 +158,7 @@ def strict(text):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if i % 7 else [], id=str(i)) for i, case in enumerate(COMBINATIONS)],
+    [pytest.param(case, marks=[pytest.mark.slow] if i % 14 else [], id=str(i)) for i, case in enumerate(COMBINATIONS)],
 )
 def test_any_two_of_them_together(case, short_folder, tmp_path):
     """Two steps of any combination: metrics, weights and dumps are finite; without signal the weights do not move."""
@@ -244,7 +244,11 @@ def answers(number, turn):
 
 @pytest.mark.parametrize(
     "optim, optim_args",
-    [("adamw_torch", None), ("adafactor", None), ("sgd", "momentum=0.9")],
+    [
+        ("adamw_torch", None),
+        pytest.param("adafactor", None, marks=pytest.mark.slow),
+        pytest.param("sgd", "momentum=0.9", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_without_signal_changes_nothing(optim, optim_args, short_folder, tmp_path, caplog):
     """

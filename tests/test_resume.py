@@ -132,12 +132,12 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout, kind, at",
     [
-        ("a batch per step", "sampled", 3),
-        ("two micro-batches", "scripted", 4),
-        ("in the middle", "sampled", 1),
+        pytest.param("a batch per step", "sampled", 3, marks=pytest.mark.slow),
+        pytest.param("two micro-batches", "scripted", 4, marks=pytest.mark.slow),
+        pytest.param("in the middle", "sampled", 1, marks=pytest.mark.slow),
         ("in the middle", "scripted", 3),
-        ("two batches per step", "scripted", 3),
-        ("uneven", "sampled", 4),
+        pytest.param("two batches per step", "scripted", 3, marks=pytest.mark.slow),
+        pytest.param("uneven", "sampled", 4, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_the_unbroken_one(layout, kind, at, short_folder, tmp_path):
@@ -160,6 +160,7 @@ def test_a_resumed_run_is_the_unbroken_one(layout, kind, at, short_folder, tmp_p
     assert_same(outcome(resumed), expected)
 
 
+@pytest.mark.slow
 def test_saved_on_sigterm(short_folder, tmp_path):
     """In the middle of a step: its update is not made, so it is made again, from the same half of the batch."""
     settings = dict(kind="scripted", max_steps=4, **LAYOUTS["in the middle"])
@@ -190,6 +191,7 @@ def test_a_resume_near_the_start_of_a_later_epoch(short_folder, tmp_path):
         assert_same(outcome(resumed), outcome(unbroken))
 
 
+@pytest.mark.slow
 def test_a_stream_is_resumed_within_its_first_pass(short_folder, tmp_path, caplog):
     """A stream goes on where it was; one that had started again is refused, for where it was can't be found."""
     settings = dict(data=questions().to_iterable_dataset(), shuffle_dataset=False)
@@ -269,7 +271,7 @@ def test_what_can_be_asked_for(copy, tmp_path):
         find_checkpoint(True, str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize("file_number", range(5))
+@pytest.mark.parametrize("file_number", [*(pytest.param(i, marks=pytest.mark.slow) for i in range(4)), 4])
 def test_killed_while_saving(file_number, short_folder, copy, monkeypatch, caplog):
     """
     Killed at the n-th file that PyTorch writes, over a complete checkpoint of the same step: it is not taken for
@@ -305,11 +307,12 @@ def test_a_checkpoint_without_the_optimizer_is_refused(short_folder, tmp_path):
 
 
 def test_checkpoints_hold_no_pickle_of_ours(short_folder, tmp_path):
-    """The generation batch in work is there where it is needed, as safetensors, and one for each process."""
-    make(short_folder, tmp_path, max_steps=4, **LAYOUTS["in the middle"]).train()
+    """The generation batch in work is there where it is needed, as safetensors; the settings hold no token."""
+    make(short_folder, tmp_path, max_steps=4, hub_token="hf_dummy", **LAYOUTS["in the middle"]).train()
     held = {path.parent.name for path in tmp_path.glob("checkpoint-*/generation_batch_0.safetensors")}
     assert held == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     assert read_manifest(tmp_path / "checkpoint-1")["micro_step"] == 2
+    assert "hf_dummy" not in (tmp_path / "checkpoint-1" / MANIFEST).read_text()
 
 
 # The same run
@@ -335,11 +338,13 @@ def test_a_changed_setting_is_named(short_folder, copy, caplog):
     "change, named",
     [
         (dict(data=questions(5)), "questions"),
-        (dict(seed=1), "seed"),
-        (dict(shuffle_dataset=False), "shuffle_dataset"),
-        (dict(num_generations=4, per_device_train_batch_size=4), "num_generations"),
+        pytest.param(dict(seed=1), "seed", marks=pytest.mark.slow),
+        pytest.param(dict(shuffle_dataset=False), "shuffle_dataset", marks=pytest.mark.slow),
+        pytest.param(
+            dict(num_generations=4, per_device_train_batch_size=4), "num_generations", marks=pytest.mark.slow
+        ),
         (dict(steps_per_generation=2), "generation_batch_size"),
-        (dict(num_iterations=2), "steps_per_generation_batch"),
+        pytest.param(dict(num_iterations=2), "steps_per_generation_batch", marks=pytest.mark.slow),
     ],
 )
 def test_another_order_of_questions_is_refused(change, named, short_folder, copy):
@@ -394,6 +399,7 @@ def test_rollouts_of_a_step_that_is_played_again(tmp_path):
 # Other options
 
 
+@pytest.mark.slow
 def test_limit_and_best_model(short_folder, tmp_path):
     """`save_total_limit` with `load_best_model_at_end`: the best and the last stay, also over a resume."""
     rewards = iter([3.0, 1.0, 2.0, 0.0])
@@ -437,6 +443,7 @@ def test_limit_and_best_model(short_folder, tmp_path):
         assert torch.equal(resumed.model.get_parameter(name), weight)
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on(short_folder, tmp_path):
     """LoRA with a reference: adapter, optimiser and KL go on where they were."""
     settings = dict(
