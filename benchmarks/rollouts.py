@@ -14,10 +14,9 @@ another one's prompts in the prefix cache (`cache_salt`).
 - *by turns*: `BatchGenerator`. The next turns of all live rollouts are requested at the same time, once the last of
   their turns and the last of their searches are done. Its connections stay open between the turns.
 
-*Steps* are forward passes of the server, each for one token of all requests that it has; with *idle*, the share of the
-time in which it has no request, they explain the seconds, and other work on the machine hardly moves them. *Live* is
-how many requests the server has on average, *waited* the seconds that a rollout waits for others: for a turn, what
-passes beyond the time of its own request.
+*Live* is how many requests are with the server on average, *batch* how many of them a forward pass of it works on (far
+fewer, if its HTTP side is what is slow), *idle* the share of the time in which it has none, *waited* the seconds that a
+rollout waits for others: for a turn, what passes beyond the time of its own request.
 """
 
 import argparse
@@ -225,7 +224,7 @@ def engine_steps(url: str) -> int:
     for line in httpx.get(f"{url}/metrics").raise_for_status().text.splitlines():
         if line.startswith("vllm:iteration_tokens_total_count"):
             return round(float(line.split()[-1]))
-    return 0  # not a server of vLLM
+    raise RuntimeError(f"{url} is no vLLM server, or one without metrics: it does not count its forward passes.")
 
 
 def measure(
@@ -255,8 +254,8 @@ def measure(
     figures = {
         "seconds": seconds,
         "tokens/s": work.tokens / seconds,
-        "steps": steps,
         "live": at_server / seconds,
+        "batch": work.tokens / steps,
         "idle": 1 - busy / seconds,
         "waited": (timed.seconds - at_server) / len(work.turns),
     }
@@ -326,7 +325,7 @@ def main() -> None:
     for search_seconds, ways in runs.items():
         ratios[search_seconds] = [b["seconds"] / a["seconds"] for a, b in zip(*ways.values(), strict=True)]
         for way, figures in ways.items():
-            medians = {name: statistics.median(run[name] for run in figures) for name in figures[0]}
+            medians = {name: round(statistics.median(run[name] for run in figures), 2) for name in figures[0]}
             rows.append({"search s": search_seconds, "way": way, **medians})
     print_table(f"{args.rollouts} rollouts, {args.work}, vLLM {version}", rows)
     for search_seconds, values in ratios.items():
