@@ -87,8 +87,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["blocking", "async"])
-@pytest.mark.parametrize("context", ["memory", "full"])
+@pytest.mark.parametrize(("kind", "context"), [("blocking", "memory"), ("async", "full")])
 def test_faults_of_tools(kind, context, short_folder, short_tokenizer, tmp_path):
     """Whatever a tool does, its rollout goes on with an honest response, and training with finite numbers."""
 
@@ -163,8 +162,17 @@ def tokenizers(qwen_tokenizer, smollm2_tokenizer):
 
 
 # A vocabulary of 150,000 makes even a tiny model slow.
-@pytest.mark.parametrize("name", ["bytes", pytest.param("qwen", marks=pytest.mark.slow), "smollm2"])
-@pytest.mark.parametrize("context", ["memory", "full"])
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        ("bytes", "memory"),
+        ("bytes", "full"),
+        ("smollm2", "memory"),
+        pytest.param("smollm2", "full", marks=pytest.mark.slow),
+        pytest.param("qwen", "memory", marks=pytest.mark.slow),
+        pytest.param("qwen", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_hostile_pages(name, context, tokenizers, tmp_path):
     """No page changes what the model is taken to have said, nor becomes a special token: masks, spans, ids, rewards."""
     tokenizer = tokenizers[name]

@@ -22,7 +22,7 @@ from mempo_trl.tools import Toolbox
 OUTCOMES = ("tool_call", "answer", "bad_call", "no_action", "truncated")
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "Anna"}}</tool_call>'
 MARKS = [f"<{slash}{tag}>" for tag in ("mem", "think", "tool_call", "answer", "tool_response") for slash in ("", "/")]
-fuzz = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 NAMES = ("byte", "smollm2", "qwen")
 
 

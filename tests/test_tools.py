@@ -435,6 +435,7 @@ def test_threads_end():
     assert threads.submit(lambda: "again").result(30) == "again"
 
 
+@pytest.mark.slow  # it imports transformers again
 def test_process_ends_while_a_tool_hangs():
     """A tool that never returns, blocking or async, does not keep the process from ending."""
     code = """if True:
