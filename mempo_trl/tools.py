@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jsonschema
+from jsonschema.exceptions import best_match
+from jsonschema.protocols import Validator
+from jsonschema.validators import validator_for
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -92,8 +94,8 @@ def tool_schema(tool: Callable) -> dict:
     return schema
 
 
-def _checked_schema(schema: dict) -> dict:
-    """A tool's parameters as `jsonschema` checks them: nothing unknown, and `null` where `get_json_schema` allows it."""
+def _validator(schema: dict) -> Validator:
+    """Checks the arguments of a tool: nothing unknown, and `null` where `get_json_schema` allows it."""
     parameters = schema["function"]["parameters"]
     properties = {}
     for name, value in parameters["properties"].items():
@@ -101,7 +103,10 @@ def _checked_schema(schema: dict) -> dict:
             types = value["type"] if isinstance(value["type"], list) else [value["type"]]
             value = {**value, "type": [*types, "null"]}
         properties[name] = value
-    return {**parameters, "properties": properties, "additionalProperties": False}
+    checked = {**parameters, "properties": properties, "additionalProperties": False}
+    validator_type = validator_for(checked)
+    validator_type.check_schema(checked)
+    return validator_type(checked)
 
 
 def _shorten(text: str) -> str:
@@ -270,7 +275,8 @@ class Toolbox:
         self.schemas = [tool_schema(tool) for tool in tools]
         self.timeout = timeout
         self.retries = retries
-        self._parameters = {schema["function"]["name"]: _checked_schema(schema) for schema in self.schemas}
+        # `jsonschema.validate` would check the schema again in every call, which takes longer than the rest of a turn.
+        self._validators = {schema["function"]["name"]: _validator(schema) for schema in self.schemas}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: asyncio.Semaphore | None = None
         self._hanging: dict[Future, tuple[str, float]] = {}  # calls that were given up, and since when they run
@@ -292,11 +298,8 @@ class Toolbox:
             return f"there is no tool named {_shorten(repr(name))}; the tools are {', '.join(self.tools)}"
         if not isinstance(arguments, dict):
             return f"`arguments` must be a JSON object, not {_shorten(repr(arguments))}"
-        try:
-            jsonschema.validate(arguments, self._parameters[name])
-        except jsonschema.ValidationError as error:
-            return f"wrong arguments for {name}: {_shorten(error.message)}"
-        return None
+        error = best_match(self._validators[name].iter_errors(arguments))
+        return None if error is None else f"wrong arguments for {name}: {_shorten(error.message)}"
 
     async def call(self, name: str, arguments: dict, attempt: Callable | None = None) -> ToolResult:
         """

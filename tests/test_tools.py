@@ -224,6 +224,14 @@ def test_check(name, arguments, says):
         assert says in error
 
 
+def test_the_schema_is_checked_once(monkeypatch):
+    """A call is checked against its tool's schema; the schema itself was checked when the toolbox was made."""
+    toolbox = Toolbox([search])
+    monkeypatch.setattr("jsonschema.Draft202012Validator.check_schema", None)  # whoever calls it fails
+    assert toolbox.check("search", {"query": "x"}) is None
+    assert "is not of type 'string'" in toolbox.check("search", {"query": 1})
+
+
 def test_check_of_optional_arguments():
     """`null` is accepted where the tool's type says so, as models write it, and a tool may take no argument."""
 
