@@ -54,7 +54,7 @@ def private_names() -> Places:
             if not isinstance(node, ast.Attribute) or not re.match("_[^_]", node.attr):
                 continue
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
-            if owner in imported or (owner not in ("self", "cls") and node.attr not in own):
+            if owner in imported or (owner not in ("self", "cls", "os") and node.attr not in own):
                 found[node.attr].append(_place(path, node))
     return found
 
