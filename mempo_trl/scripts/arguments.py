@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate.commands.launch import launch_command_parser
 from peft import AutoPeftModelForCausalLM
 from transformers import (
@@ -91,6 +92,61 @@ class RetrievalArguments:
     max_passage_tokens: int | None = field(
         default=None, metadata={"help": "Tokens to which each passage is cut. None keeps it whole."}
     )
+
+
+@dataclass
+class PlayArguments:
+    """
+    How rollouts are played where nothing is trained.
+
+    Args:
+        num_samples (`int`, *optional*, defaults to `1`):
+            Rollouts per question.
+        context (`str`, *optional*, defaults to `"memory"`):
+            What a turn sees: `"memory"` or `"full"`.
+        max_turns (`int`, *optional*, defaults to `16`):
+            Turns after which a rollout without an answer ends.
+        max_completion_length (`int`, *optional*, defaults to `512`):
+            Tokens after which a turn is cut.
+        max_prompt_length (`int`, *optional*):
+            Tokens above which the next prompt does not fit. Defaults to what a local model leaves beside
+            `max_completion_length`.
+        max_tool_response_length (`int`, *optional*):
+            Tokens after which a tool response is cut.
+        system_prompt (`str`, *optional*), chat_template_path (`str`, *optional*):
+            As in `mempo train`.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature; 0 is greedy.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Rollouts that are played at the same time.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the sampling, and of the bootstrap in an evaluation.
+    """
+
+    num_samples: int = field(default=1, metadata={"help": "Rollouts per question."})
+    context: str = field(
+        default="memory", metadata={"help": "What a turn sees: 'memory' or 'full'.", "choices": ["memory", "full"]}
+    )
+    max_turns: int = field(default=16, metadata={"help": "Turns after which a rollout without an answer ends."})
+    max_completion_length: int = field(default=512, metadata={"help": "Tokens after which a turn is cut."})
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Tokens above which the next prompt does not fit."}
+    )
+    max_tool_response_length: int | None = field(
+        default=None, metadata={"help": "Tokens after which a tool response is cut."}
+    )
+    system_prompt: str | None = field(default=None, metadata={"help": "As in mempo train."})
+    chat_template_path: str | None = field(default=None, metadata={"help": "As in mempo train."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
+    batch_size: int = field(default=64, metadata={"help": "Rollouts that are played at the same time."})
+    seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
+
+    def check(self) -> None:
+        """Refuse numbers that nothing can be played with, before anything is loaded."""
+        for name in ("num_samples", "batch_size", "max_turns", "max_completion_length"):
+            value = vars(self)[name]
+            if value < 1:
+                raise ValueError(f"`{name}` is {value}, expected at least 1.")
 
 
 def make_search_tool(args: RetrievalArguments, tokenizer: PreTrainedTokenizerBase) -> SearchTool:
@@ -186,6 +242,36 @@ def load_model(model_args: ModelConfig, trainable: bool, trust_remote_code: bool
         kwargs["is_trainable"] = trainable
         return AutoPeftModelForCausalLM.from_pretrained(model_args.model_name_or_path, **kwargs)
     return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **kwargs)
+
+
+def load_agent(args: PlayArguments, model_args: ModelConfig) -> tuple[PreTrainedModel, int | None]:
+    """
+    The model in this process, to play with.
+
+    Args:
+        args ([`PlayArguments`]):
+            With the lengths of a turn and of its prompt.
+        model_args ([`~trl.ModelConfig`]):
+            A model or an adapter.
+
+    Returns:
+        `tuple[PreTrainedModel, int | None]`: The model, and the longest prompt that it takes.
+
+    Raises:
+        ValueError: If a turn fills the model's whole context.
+    """
+    model = load_model(model_args, trainable=False).eval()
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if max_length is None or args.max_prompt_length is not None:
+        return model, args.max_prompt_length
+    if args.max_completion_length >= max_length:
+        raise ValueError(
+            f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in all; "
+            "lower it."
+        )
+    return model, max_length - args.max_completion_length
 
 
 def check_launch_arguments(arguments: list[str]) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
@@ -23,9 +22,10 @@ from mempo_trl.provenance import text_hash, tokenizer_hash, weights_stamp
 from mempo_trl.retrieval.tool import SearchTool
 from mempo_trl.runner import FAILED, in_order, play_questions, read_records, row_id
 from mempo_trl.scripts.arguments import (
+    PlayArguments,
     RetrievalArguments,
+    load_agent,
     load_generation_config,
-    load_model,
     load_tokenizer,
     make_search_tool,
 )
@@ -33,11 +33,12 @@ from mempo_trl.scripts.recipes import RecipeParser
 from mempo_trl.tools import Toolbox
 
 
-@dataclass
-class CollectArguments:
+@dataclass(kw_only=True)
+class CollectArguments(PlayArguments):
     """
     Which rollouts to write, and who plays them: a teacher behind `teacher_url`, else the model of
-    `model_name_or_path`, else nobody: rollouts are then written by rule from the gold passages of the questions.
+    `model_name_or_path`, else nobody: rollouts are then written by rule from the gold passages of the questions. How
+    they are played is in [`~mempo_trl.scripts.arguments.PlayArguments`].
 
     Args:
         dataset_name (`str`):
@@ -77,30 +78,6 @@ class CollectArguments:
             Time within which a request that fails is made again.
         prompt_price (`float`, *optional*), completion_price (`float`, *optional*):
             Price of a million tokens of each kind, for the summary.
-
-        > Rollout
-
-        num_samples (`int`, *optional*, defaults to `1`):
-            Rollouts per question.
-        context (`str`, *optional*, defaults to `"memory"`):
-            What a turn sees: `"memory"` or `"full"`.
-        max_turns (`int`, *optional*, defaults to `16`):
-            Turns after which a rollout without an answer ends.
-        max_completion_length (`int`, *optional*, defaults to `512`):
-            Tokens after which a turn is cut.
-        max_prompt_length (`int`, *optional*):
-            Tokens above which the next prompt does not fit. Defaults to what a local model leaves beside
-            `max_completion_length`.
-        max_tool_response_length (`int`, *optional*):
-            Tokens after which a tool response is cut.
-        system_prompt (`str`, *optional*), chat_template_path (`str`, *optional*):
-            As in `mempo train`.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature; 0 is greedy.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Rollouts that are played at the same time.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the sampling.
 
         > Filter
 
@@ -156,24 +133,6 @@ class CollectArguments:
         default=None, metadata={"help": "Price of a million completion tokens, for the summary."}
     )
 
-    num_samples: int = field(default=1, metadata={"help": "Rollouts per question."})
-    context: str = field(
-        default="memory", metadata={"help": "What a turn sees: 'memory' or 'full'.", "choices": ["memory", "full"]}
-    )
-    max_turns: int = field(default=16, metadata={"help": "Turns after which a rollout without an answer ends."})
-    max_completion_length: int = field(default=512, metadata={"help": "Tokens after which a turn is cut."})
-    max_prompt_length: int | None = field(
-        default=None, metadata={"help": "Tokens above which the next prompt does not fit."}
-    )
-    max_tool_response_length: int | None = field(
-        default=None, metadata={"help": "Tokens after which a tool response is cut."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "As in mempo train."})
-    chat_template_path: str | None = field(default=None, metadata={"help": "As in mempo train."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    batch_size: int = field(default=64, metadata={"help": "Rollouts that are played at the same time."})
-    seed: int = field(default=0, metadata={"help": "Seed of the sampling."})
-
     min_reward: float = field(
         default=1.0,
         metadata={"help": "Lowest reward of a rollout that is kept: exact match if every turn is well formed."},
@@ -192,6 +151,7 @@ def main(args: CollectArguments, model_args: ModelConfig, retrieval_args: Retrie
         raise ValueError("Give the name of the model at `teacher_url` as `teacher_model`.")
     if args.teacher_url is None and args.teacher_model is not None:
         raise ValueError(f"`teacher_model` is {args.teacher_model!r}; give the URL where it is as `teacher_url`.")
+    args.check()
     questions = load_questions(args.dataset_name, args.dataset_config, args.dataset_split)
     questions = questions.to_list()[: args.max_questions]
     student_args = model_args
@@ -210,13 +170,8 @@ def main(args: CollectArguments, model_args: ModelConfig, retrieval_args: Retrie
         tokenizer.chat_template = load_chat_template(args.chat_template_path)
     model = None
     if args.teacher_url is None:
-        model = load_model(model_args, trainable=False).eval()
-        if torch.cuda.is_available():
-            model = model.to("cuda")
+        model, args.max_prompt_length = load_agent(args, model_args)
         end_ids = model_eos_token_ids(model, tokenizer)
-        max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
-        if args.max_prompt_length is None and max_length is not None:
-            args.max_prompt_length = max_length - args.max_completion_length
     else:
         end_ids = eos_token_ids(load_generation_config(student_args), tokenizer)
     protocol = Protocol(

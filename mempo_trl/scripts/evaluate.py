@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 from peft import PeftModel
 from rich import box
 from rich.console import Console
@@ -36,9 +35,10 @@ from mempo_trl.protocol import Protocol, load_chat_template
 from mempo_trl.provenance import text_hash, tokenizer_hash, weights_stamp, without_secrets
 from mempo_trl.runner import FAILED, check_resumable, in_order, play_questions, read_records
 from mempo_trl.scripts.arguments import (
+    PlayArguments,
     RetrievalArguments,
+    load_agent,
     load_generation_config,
-    load_model,
     load_tokenizer,
     make_search_tool,
 )
@@ -46,10 +46,10 @@ from mempo_trl.scripts.recipes import RecipeParser
 from mempo_trl.tools import Toolbox
 
 
-@dataclass
-class EvaluateArguments:
+@dataclass(kw_only=True)
+class EvaluateArguments(PlayArguments):
     """
-    What to evaluate, and how.
+    What to evaluate, and how; the rest is in [`~mempo_trl.scripts.arguments.PlayArguments`].
 
     Args:
         output_dir (`str`):
@@ -62,8 +62,6 @@ class EvaluateArguments:
             Configuration and split of a data set on the Hub.
         max_questions (`int`, *optional*):
             Only the first so many questions.
-        num_samples (`int`, *optional*, defaults to `1`):
-            Rollouts per question.
         overwrite (`bool`, *optional*, defaults to `False`):
             Start anew instead of going on with what is in `output_dir`.
         probe_memory (`bool`, *optional*, defaults to `False`):
@@ -81,28 +79,6 @@ class EvaluateArguments:
             Name of the model on the server. Defaults to `model_name_or_path`.
         api_key_env (`str`, *optional*):
             Environment variable that holds the server's API key.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature; 0 is greedy.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Rollouts that are played at the same time.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the sampling and of the bootstrap.
-
-        > Rollout
-
-        context (`str`, *optional*, defaults to `"memory"`):
-            What a turn sees: `"memory"` or `"full"`.
-        max_turns (`int`, *optional*, defaults to `16`):
-            Turns after which a rollout without an answer ends.
-        max_completion_length (`int`, *optional*, defaults to `512`):
-            Tokens after which a turn is cut.
-        max_prompt_length (`int`, *optional*):
-            Tokens above which the next prompt does not fit. Defaults to what the model leaves beside
-            `max_completion_length`, where the model is here.
-        max_tool_response_length (`int`, *optional*):
-            Tokens after which a tool response is cut.
-        system_prompt (`str`, *optional*), chat_template_path (`str`, *optional*):
-            As in `mempo train`.
 
         > Report
 
@@ -123,7 +99,6 @@ class EvaluateArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub data set."})
     dataset_split: str = field(default="test", metadata={"help": "Split of a Hub data set."})
     max_questions: int | None = field(default=None, metadata={"help": "Only the first so many questions."})
-    num_samples: int = field(default=1, metadata={"help": "Rollouts per question."})
     overwrite: bool = field(default=False, metadata={"help": "Start anew instead of going on in output_dir."})
     probe_memory: bool = field(
         default=False,
@@ -142,23 +117,6 @@ class EvaluateArguments:
     api_key_env: str | None = field(
         default=None, metadata={"help": "Environment variable that holds the server's API key."}
     )
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    batch_size: int = field(default=64, metadata={"help": "Rollouts that are played at the same time."})
-    seed: int = field(default=0, metadata={"help": "Seed of the sampling and of the bootstrap."})
-
-    context: str = field(
-        default="memory", metadata={"help": "What a turn sees: 'memory' or 'full'.", "choices": ["memory", "full"]}
-    )
-    max_turns: int = field(default=16, metadata={"help": "Turns after which a rollout without an answer ends."})
-    max_completion_length: int = field(default=512, metadata={"help": "Tokens after which a turn is cut."})
-    max_prompt_length: int | None = field(
-        default=None, metadata={"help": "Tokens above which the next prompt does not fit."}
-    )
-    max_tool_response_length: int | None = field(
-        default=None, metadata={"help": "Tokens after which a tool response is cut."}
-    )
-    system_prompt: str | None = field(default=None, metadata={"help": "As in mempo train."})
-    chat_template_path: str | None = field(default=None, metadata={"help": "As in mempo train."})
 
     normalizer: str = field(
         default="squad",
@@ -283,26 +241,9 @@ def check_arguments(args: EvaluateArguments, model_args: ModelConfig) -> None:
         raise ValueError(f"`server_model` is {args.server_model!r}; give the URL where it is as `server_url`.")
     if model_args.model_name_or_path is None:
         raise ValueError("Give the model as `model_name_or_path`; for a model on a server it names the tokenizer.")
-    for name in ("max_questions", "num_samples", "batch_size", "max_turns", "max_completion_length"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` is {value}, expected at least 1.")
-
-
-def load_agent(args: EvaluateArguments, model_args: ModelConfig) -> tuple[PreTrainedModel, int | None]:
-    """The model in this process, and the longest prompt that it takes."""
-    model = load_model(model_args, trainable=False).eval()
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-    max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
-    if max_length is None or args.max_prompt_length is not None:
-        return model, args.max_prompt_length
-    if args.max_completion_length >= max_length:
-        raise ValueError(
-            f"`max_completion_length` is {args.max_completion_length}, but the model takes {max_length} tokens in all; "
-            "lower it."
-        )
-    return model, max_length - args.max_completion_length
+    if args.max_questions is not None and args.max_questions < 1:
+        raise ValueError(f"`max_questions` is {args.max_questions}, expected at least 1.")
+    args.check()
 
 
 def make_sampler(
