@@ -1,6 +1,7 @@
 """Checkpoints: a resumed run is the unbroken one, a half-saved checkpoint is never taken, other settings are named."""
 
 import contextlib
+import inspect
 import json
 import os
 import random
@@ -16,12 +17,14 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+import transformers
 from conftest import ScriptedTrainer, build, call, config, search
 from datasets import Dataset
 from hub_server import TOKEN, HubServer
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from trl import GRPOTrainer
 
 from mempo_trl import MemPOTrainer
 from mempo_trl.checkpoints import MANIFEST, SENTINEL, check_same_run, find_checkpoint, read_manifest
@@ -584,3 +587,47 @@ make({short_folder!r}, "run", max_steps=2, **hub).train()
     resumed = make(short_folder, tmp_path / "again", max_steps=3)
     resumed.train(resume_from_checkpoint=str(folder))
     assert resumed.state.global_step == 3
+
+
+# What it hangs on
+
+
+def test_the_order_of_saving():
+    """
+    Random states come after all else that every process saves, then the trainer's state, then what deletes older
+    checkpoints: a manifest in between says that a checkpoint is complete, and nothing is deleted before.
+    """
+    source = inspect.getsource(Trainer._save_checkpoint)
+    parts = ("self.save_model(", "self._save_optimizer_and_scheduler(", "self._save_scaler(", "self._save_rng_state(")
+    parts += ("self.state.save_to_json(", "self._push_from_checkpoint(", "rotate_checkpoints(")
+    places = [source.index(part) for part in parts]
+    assert places == sorted(places), (
+        f"transformers {transformers.__version__} saves in another order: see `durable.py`"
+    )
+
+
+@pytest.mark.parametrize(
+    "function, signature",
+    [
+        (Trainer.train, ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"]),
+        (Trainer._save_checkpoint, ["model", "trial"]),
+        (Trainer._save_rng_state, ["output_dir"]),
+        (Trainer._load_optimizer_and_scheduler, ["checkpoint"]),
+        (Trainer._get_grad_norm, ["model", "grad_norm"]),
+        (Trainer._get_output_dir, ["trial"]),
+        (GRPOTrainer._get_train_sampler, ["dataset"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_names_of_the_parents(function, signature):
+    """What `DurableTrainer` overrides and calls takes what it is given."""
+    parameters = list(inspect.signature(function).parameters)
+    assert parameters[1 : len(signature) + 1] == signature, f"`{function.__qualname__}` has changed: see `durable.py`"
+
+
+def test_order_of_a_step():
+    """The norm is taken before the optimiser's step, and the count of steps goes up after it."""
+    source = inspect.getsource(Trainer._run_epoch)
+    parts = ("self._get_grad_norm(", "on_pre_optimizer_step(", "self.optimizer.step()", "self.state.global_step += 1")
+    places = [source.index(part) for part in parts]
+    assert places == sorted(places), f"transformers {transformers.__version__} has another step: see `durable.py`"
