@@ -30,7 +30,7 @@ FORBIDDEN = {
         "torch.load",
         "joblib.load",
         "pandas.read_pickle",
-        "yaml.load",
+        "yaml.unsafe_load",
     ),
 }
 
