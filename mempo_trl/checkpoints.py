@@ -162,7 +162,7 @@ def check_same_run(manifest: dict[str, Any], settings: dict[str, Any], checkpoin
         logger.warning(f"{checkpoint!r} is resumed with other settings: {'; '.join(changes)}.")
 
 
-def save_generation_batch(inputs: list[dict[str, torch.Tensor | None]], path: str | os.PathLike) -> None:
+def save_generation_batch(inputs: list[dict[str, torch.Tensor]], path: str | os.PathLike) -> None:
     """Write the micro-batches of a generation batch."""
     # Parts of one tensor: safetensors takes no shared memory.
     tensors = {f"{i}.{name}": t.clone().contiguous() for i, part in enumerate(inputs) for name, t in part.items()}
