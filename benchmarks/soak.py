@@ -347,7 +347,7 @@ def main() -> None:
 
         # In the middle of a step, and between two checkpoints.
         def ready(played):
-            return played >= 2 * steps // 3 and played % save_steps == 1 + save_steps // 2
+            return played >= 2 * steps // 3 and (played - 1) % save_steps == save_steps // 2
 
         killed_step = wait_for_step(training, out, ready)
         os.killpg(training.pid, signal.SIGKILL)
