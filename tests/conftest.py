@@ -204,7 +204,6 @@ class ScriptedTrainer(MemPOTrainer):
         super().__init__(*args, **kwargs)
         self.script = script
         self._num_rollouts = 0
-        self.inputs_seen = []
 
     def _play_rollouts(self):
         self._of_prompt = {}
@@ -239,22 +238,22 @@ class ScriptedTrainer(MemPOTrainer):
         assert len(live) == count, (live, count)
         return live
 
-    def _prepare_inputs(self, generation_batch):
-        inputs = super()._prepare_inputs(generation_batch)
-        self.inputs_seen.append(inputs)
-        return inputs
-
 
 class Recording:
     """
-    Mixin for a trainer: keeps each loss, the log-probabilities that it was made of (with their gradient), and the
-    gradients of the parameters before each optimiser step.
+    Mixin for a trainer: keeps each micro-batch and its loss, the log-probabilities that it was made of (with their
+    gradient), and the gradients of the parameters before each optimiser step.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.losses, self.logps, self.gradients = [], [], []
+        self.losses, self.logps, self.gradients, self.inputs_seen = [], [], [], []
         self.add_callback(_RecordGradients(self.gradients))
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        self.inputs_seen.append(inputs)
+        return inputs
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -275,6 +274,10 @@ class _RecordGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+class RecordedMemPOTrainer(Recording, MemPOTrainer):
+    """A trainer that samples for itself, and records."""
 
 
 class RecordedTrainer(Recording, ScriptedTrainer):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import GivenMemoryRewards, Recording, call, config, dataset, played, row_of, search
+from conftest import GivenMemoryRewards, RecordedMemPOTrainer, call, config, dataset, played, row_of, search
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from stub_teacher import Reply, closed_port
 from stub_vllm import StubVllm
@@ -23,19 +23,6 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_l
 def no_back_off(monkeypatch):
     """Attempts follow one another at once."""
     monkeypatch.setattr(endpoints, "BACK_OFF", wait_none())
-
-
-class RecordedMemPOTrainer(Recording, MemPOTrainer):
-    """The real trainer, which records."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.inputs_seen = []
-
-    def _prepare_inputs(self, generation_batch):
-        inputs = super()._prepare_inputs(generation_batch)
-        self.inputs_seen.append(inputs)
-        return inputs
 
 
 def two_turns(tokenizer):

@@ -6,31 +6,18 @@ import threading
 
 import pytest
 import torch
-from conftest import REPOSITORY, Recording, config
+from conftest import REPOSITORY, RecordedMemPOTrainer, config
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from vllm_server import VllmServer
 
-from mempo_trl import BM25Retriever, MemoryRewardCallback, MemPOTrainer, SearchTool, load_questions
+from mempo_trl import BM25Retriever, MemoryRewardCallback, SearchTool, load_questions
 from mempo_trl.data.village_model import build_model
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 
 STEPS = 4
-
-
-class RecordedMemPOTrainer(Recording, MemPOTrainer):
-    """The real trainer, which records, its micro-batches as well."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.inputs_seen = []
-
-    def _prepare_inputs(self, generation_batch):
-        inputs = super()._prepare_inputs(generation_batch)
-        self.inputs_seen.append(inputs)
-        return inputs
 
 
 class KeepRollouts(MemoryRewardCallback):
