@@ -120,7 +120,7 @@ class Terminated(Dies):
         super().on_pre_optimizer_step(args, state, control)
 
 
-# Two rollouts of a question per micro-batch. Four questions are four micro-batches, so that six steps are more than one
+# Two rollouts of a question per micro-batch. Four questions are four micro-batches, so that five steps are more than one
 # epoch in all cases, and every epoch has an order of its own.
 LAYOUTS = {
     "a batch per step": dict(),
@@ -148,7 +148,7 @@ def test_a_resumed_run_is_the_unbroken_one(layout, kind, at, short_folder, tmp_p
     Wherever a run dies: after the resume the same questions in the same order, the same rollouts, learning rates,
     metrics, random states and weights, bit for bit; and the dump holds each rollout once.
     """
-    settings = dict(kind=kind, **LAYOUTS[layout])
+    settings = dict(kind=kind, max_steps=5, **LAYOUTS[layout])
     unbroken = make(short_folder, tmp_path / "unbroken", **settings)
     unbroken.train()
     expected = outcome(unbroken)
