@@ -452,9 +452,10 @@ def test_probe_with_the_model(scripted, tmp_path, capsys):
     cli.main(given)
     report = comparable(tmp_path / "out")
     ScriptedEngine.calls = 0
-    cli.main([*given, "--probe_memory"])
+    cli.main([*given, "--probe_memory", "--answer_template", "<answer>{answer}</answer>"])
     assert ScriptedEngine.calls == 0 and comparable(tmp_path / "out") == report
     probe = json.loads((tmp_path / "out" / "probe.json").read_text())
+    assert probe["probabilities"]["settings"]["answer_template"] == "<answer>{answer}</answer>"
     # 8 of 12 pets are cats, and each is found, remembered and answered; nothing else is ever guessed.
     assert probe["in_documents"] == probe["in_last_memory"] == probe["right"] == pytest.approx(8 / 12)
     assert (probe["guess"], probe["of_found"]["lost"], probe["memories"]) == (0.0, 0.0, 40)

@@ -8,6 +8,7 @@ from conftest import call, play_script, tiny_model
 from records import failed, record, turn
 
 from mempo_trl import cli
+from mempo_trl.config import ANSWER_TEMPLATE
 from mempo_trl.evaluation.probe import holds, probe_probabilities, probe_rollout, probe_texts, table_rows
 from mempo_trl.memory_reward import make_answer
 from mempo_trl.monitoring import rollout_record
@@ -149,20 +150,25 @@ SCRIPT = [
 ]
 
 
-@pytest.mark.parametrize("ids", [True, False])
-def test_probabilities(protocol, tokenizer, ids):
+@pytest.mark.parametrize("ids, template", [(True, ANSWER_TEMPLATE), (False, "<answer>{answer}</answer>")])
+def test_probabilities(protocol, tokenizer, ids, template):
     """
     P_mem and P_full of each turn are the geometric means of the answer's tokens after prefix and memory, and after the
-    whole history, whether the record holds token ids or texts only.
+    whole history, in the given template, whether the record holds token ids or texts only.
     """
     model = tiny_model(tokenizer).eval()
     played = play_script(protocol, SCRIPT, golden_answers=[["cat"], ["Rome"]])
     records = [rollout_record(played, ids=ids, id="1", sample=0), failed([["x"]])]
     batches = []
     probe = probe_probabilities(
-        records, protocol=protocol, scorer=RowScorer(model, 0), tokenizer=tokenizer, on_batch=batches.append
+        records,
+        protocol=protocol,
+        scorer=RowScorer(model, 0),
+        tokenizer=tokenizer,
+        answer_template=template,
+        on_batch=batches.append,
     )
-    answer = make_answer(tokenizer, played.golden_answers)
+    answer = make_answer(tokenizer, played.golden_answers, template)
 
     def probability(context: list[int]) -> float:
         sequence = context + answer.ids

@@ -227,6 +227,7 @@ def probe_probabilities(
     protocol: Protocol,
     scorer: Callable,
     tokenizer: PreTrainedTokenizerBase,
+    answer_template: str = ANSWER_TEMPLATE,
     batch_size: int = 32,
     on_batch: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -242,6 +243,8 @@ def probe_probabilities(
             Scores continuations ([`~mempo_trl.scoring.RowScorer`]).
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer of the model.
+        answer_template (`str`, *optional*):
+            Continuation whose answer is scored, with one `{answer}`. Defaults to that of the published code.
         batch_size (`int`, *optional*, defaults to `32`):
             Rollouts that are scored at the same time.
         on_batch (`Callable`, *optional*):
@@ -251,7 +254,7 @@ def probe_probabilities(
         `dict[str, Any]`: `by_turn`, with the means of `P_mem`, `P_full` and `R_M` over the rollouts that have a memory in
         that turn, the settings, and `rollouts` with the values of each turn.
     """
-    settings = ProbeScoring()
+    settings = ProbeScoring(answer_template)
     callback = MemoryRewardCallback()
     played = [record for record in records if record["outcome"] != FAILED and record["turns"]]
     values: dict[int, list[tuple[float, float, float]]] = {}

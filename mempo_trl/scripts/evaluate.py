@@ -17,6 +17,7 @@ from trl import ModelConfig
 
 from mempo_trl import load_questions
 from mempo_trl.comb import choose_scorer
+from mempo_trl.config import ANSWER_TEMPLATE
 from mempo_trl.endpoints import ChatGenerator, CompletionsGenerator
 from mempo_trl.evaluation.metrics import rollout_figures
 from mempo_trl.evaluation.probe import DEFINITIONS, probe_probabilities, probe_texts
@@ -66,6 +67,8 @@ class EvaluateArguments(PlayArguments):
             Start anew instead of going on with what is in `output_dir`.
         probe_memory (`bool`, *optional*, defaults to `False`):
             Say what the memories keep: `probe.json`, with answer probabilities if the model is here.
+        answer_template (`str`, *optional*):
+            Continuation whose answer these probabilities are of, as in `mempo train`.
 
         > Agent
 
@@ -103,6 +106,10 @@ class EvaluateArguments(PlayArguments):
     probe_memory: bool = field(
         default=False,
         metadata={"help": "Say what the memories keep (probe.json), with probabilities if the model is here."},
+    )
+    answer_template: str = field(
+        default=ANSWER_TEMPLATE,
+        metadata={"help": "Continuation whose answer these probabilities are of, as in mempo train."},
     )
 
     server_url: list[str] | None = field(
@@ -210,7 +217,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
             on_record=on_record,
         )
     records = read_records(rollouts)
-    left_out = ("output_dir", "overwrite", "probe_memory", "save_prompts")
+    left_out = ("output_dir", "overwrite", "probe_memory", "answer_template", "save_prompts")
     report = make_report(
         records,
         rows=questions,
@@ -228,7 +235,7 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
         records = in_order(records, questions)
         probe = probe_texts(records, args.normalizer)
         if model is not None:
-            probe["probabilities"] = score_memories(records, protocol, model)
+            probe["probabilities"] = score_memories(records, protocol, model, args.answer_template)
         write_probe(folder, probe)
     return report
 
@@ -241,6 +248,8 @@ def check_arguments(args: EvaluateArguments, model_args: ModelConfig) -> None:
         raise ValueError(f"`server_model` is {args.server_model!r}; give the URL where it is as `server_url`.")
     if model_args.model_name_or_path is None:
         raise ValueError("Give the model as `model_name_or_path`; for a model on a server it names the tokenizer.")
+    if args.answer_template.count("{answer}") != 1:
+        raise ValueError(f"`answer_template` is {args.answer_template!r}; it must contain '{{answer}}' exactly once.")
     if args.max_questions is not None and args.max_questions < 1:
         raise ValueError(f"`max_questions` is {args.max_questions}, expected at least 1.")
     args.check()
@@ -260,13 +269,20 @@ def make_sampler(
     return {"generator": CompletionsGenerator(args.server_url, server_model, **shared)}
 
 
-def score_memories(records: list[dict], protocol: Protocol, model: PreTrainedModel) -> dict:
+def score_memories(records: list[dict], protocol: Protocol, model: PreTrainedModel, answer_template: str) -> dict:
     """Answer probabilities after the memories, with a progress bar."""
     tokenizer = protocol.tokenizer
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     scorer = choose_scorer(model, "auto")(model, pad_id)
     with tqdm(total=len(records), desc="Scoring") as bar:
-        return probe_probabilities(records, protocol=protocol, scorer=scorer, tokenizer=tokenizer, on_batch=bar.update)
+        return probe_probabilities(
+            records,
+            protocol=protocol,
+            scorer=scorer,
+            tokenizer=tokenizer,
+            answer_template=answer_template,
+            on_batch=bar.update,
+        )
 
 
 INTERVALS = ("exact_match", "f1", "tokens_total_mean")

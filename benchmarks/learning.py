@@ -1,0 +1,323 @@
+"""
+Does the memory reward help: arms trained from the same cold start, with as many rollouts each, over several seeds.
+
+    python benchmarks/learning.py --suite quick --dry_run
+    python benchmarks/learning.py --suite quick
+    python benchmarks/learning.py --suite full --regimes noisy --arms grpo paper
+    python benchmarks/learning.py --suite full --report_only
+
+A suite is a YAML file, `benchmarks/learning/<name>.yaml` or a path: regimes (which village, which cold start, how long a
+training) and arms (what is trained), both as changes to recipes. Nothing else decides what is run: `--dry_run` prints
+every command, and each can be repeated by hand with `OMP_NUM_THREADS=1`. The commands run `--jobs` at a time, with one
+thread each. An interrupted study goes on with the same command: what is finished is not run again, and what was
+interrupted starts anew. A run that failed says so, the others go on, and the same command tries it again.
+
+Per regime and cold start: the village, the cold start, its evaluation on held-out questions. Per arm and seed: the
+training, and the evaluations of its checkpoints on the same held-out questions. The seed decides the order of the
+training questions and the samples; runs with the same seed share both the order and the cold start, so arms are compared
+in pairs. Cold start k belongs to the seeds k, k + n, … of n: with as many cold starts as seeds the intervals hold for
+villages and cold starts of this kind, with a single one they hold for this one alone.
+
+Two sources of figures, which tables name. *Training*: what was sampled for each step, from the rollout dumps; it costs
+nothing, has a value for every step, and gives the learning curve, its area (the mean exact match of all rollouts of the
+training) and the steps to a level (the first step at which the mean of the last `window` steps reaches it; the number of
+steps where that never happens). *Held out*: `mempo evaluate --probe_memory` at several points of the training, for every
+arm with the same definition of P_mem, P_full and R_M (against the history, over all answer tokens, without filter),
+whatever the arm was trained with. Intervals are Student's t over seeds, those of differences over pairs of seeds.
+
+In the output folder: `results.jsonl` (a line per arm and seed), `tables.md`, `learning.json`; in the folder of each run
+`result.json`, which is made again from the dumps if it is deleted. A run of 100 steps leaves about 40 MB of dumps.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learning_results import Run, read_results, table_texts, write_results
+from tasks import Task, only_study, run_tasks
+
+from mempo_trl.scripts.recipes import read_recipe
+
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPTS = {
+    "village": ("-m", "mempo_trl.data.village"),
+    "sft": ("-m", "mempo_trl.cli", "sft"),
+    "train": ("-m", "mempo_trl.cli", "train"),
+    "evaluate": ("-m", "mempo_trl.cli", "evaluate"),
+}
+"""What the sections of a suite are arguments of."""
+
+KEYS = {
+    "the suite": {"recipes", "settings", "seeds", "cold_starts", "evaluations", "window", "levels", "reference", "regimes", "arms"},
+    "a regime": {"arms", "seconds", "test_village", *SCRIPTS},
+    "an arm": {"seeds", "sft", "train", "evaluate"},
+}  # fmt: skip
+
+
+@dataclass
+class Suite:
+    """
+    A study, as its YAML file says.
+
+    Args:
+        recipes (`dict[str, str]`):
+            Recipe of each script in `SCRIPTS`, relative to the repository.
+        seeds (`list[int]`):
+            Seeds of every arm that has none of its own.
+        cold_starts (`int`):
+            Different villages with a cold start each, per regime.
+        evaluations (`int`):
+            Held-out evaluations: after each of so many equal parts of the training, besides that of the cold start.
+        window (`int`):
+            Steps that are averaged where a level is looked for.
+        levels (`list[float]`):
+            Exact matches to which the steps are counted.
+        reference (`str`):
+            The arm that others are compared with.
+        regimes (`dict[str, dict]`):
+            Per regime its changes to the recipes by script; `test_village`, changes of the village for the held-out
+            questions; `arms`, if not all of them; `seconds` that a `cold_start`, a `step` and an `evaluation` take.
+        arms (`dict[str, dict]`):
+            Per arm its changes to the recipes of `sft` (it then has a cold start of its own), `train` and `evaluate`, and
+            its `seeds`, if others.
+        settings (`dict[str, dict]`, *optional*):
+            Changes to the recipes in all regimes.
+    """
+
+    recipes: dict[str, str]
+    seeds: list[int]
+    cold_starts: int
+    evaluations: int
+    window: int
+    levels: list[float]
+    reference: str
+    regimes: dict[str, dict]
+    arms: dict[str, dict]
+    settings: dict[str, dict] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> "Suite":
+        """Read and check a suite."""
+        values = read_recipe(str(path))
+        tables = [("the suite", {"": values}), ("a regime", values.get("regimes")), ("an arm", values.get("arms"))]
+        for what, entries in tables:
+            for name, entry in (entries or {}).items():
+                if unknown := set(entry or {}) - KEYS[what]:
+                    where = " ".join(filter(None, (what, repr(name) if name else "")))
+                    raise ValueError(f"{path}: {where} has {sorted(unknown)}; known are {sorted(KEYS[what])}.")
+        if missing := KEYS["the suite"] - {"settings"} - set(values):
+            raise ValueError(f"{path}: the suite lacks {sorted(missing)}.")
+        if missing := set(SCRIPTS) - set(values["recipes"]):
+            raise ValueError(f"{path}: `recipes` lacks {sorted(missing)}.")
+        values["arms"] = {name: arm or {} for name, arm in values["arms"].items()}
+        suite = cls(**values)
+        named = {suite.reference, *(arm for regime in suite.regimes.values() for arm in regime.get("arms", []))}
+        if unknown := named - set(suite.arms):
+            raise ValueError(f"{path}: there is no arm {sorted(unknown)}; the arms are {sorted(suite.arms)}.")
+        for name, value in (("cold_starts", suite.cold_starts), ("evaluations", suite.evaluations)):
+            if value < 1:
+                raise ValueError(f"{path}: `{name}` is {value}, expected at least 1.")
+        return suite
+
+    def arguments(self, script: str, regime: str, arm: str | None = None) -> dict[str, Any]:
+        """The changes to a recipe: those of the suite, of the regime and of the arm, the later ones winning."""
+        of_arm = {} if arm is None else self.arms[arm].get(script) or {}
+        return {**self.settings.get(script, {}), **(self.regimes[regime].get(script) or {}), **of_arm}
+
+    def recipe(self, script: str) -> Path:
+        """The recipe of a script."""
+        return Path(self.recipes[script])
+
+
+def to_words(arguments: dict[str, Any]) -> list[str]:
+    """Arguments of a command line."""
+    words = []
+    for name, value in arguments.items():
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(value, dict | None) for value in values):
+            raise ValueError(f"`{name}` is {value!r}, which no command line can say; use a number, a text or a list.")
+        words += [f"--{name}", *(str(value).lower() if isinstance(value, bool) else str(value) for value in values)]
+    return words
+
+
+class Plan:
+    """
+    The tasks and runs of a suite.
+
+    Args:
+        suite ([`Suite`]):
+            What is to be done.
+        folder (`Path`):
+            Where everything goes.
+        regimes (`list[str]`, *optional*), arms (`list[str]`, *optional*):
+            Only these.
+    """
+
+    def __init__(self, suite: Suite, folder: Path, regimes: list[str] | None = None, arms: list[str] | None = None):
+        self.suite, self.folder = suite, folder
+        self.tasks: dict[str, Task] = {}
+        self.runs: list[Run] = []
+        for kind, given, known in (("regime", regimes, suite.regimes), ("arm", arms, suite.arms)):
+            if unknown := set(given or []) - set(known):
+                raise ValueError(f"there is no {kind} {sorted(unknown)}; the {kind}s are {sorted(known)}.")
+        seeds = sorted({seed for arm in suite.arms.values() for seed in arm.get("seeds", suite.seeds)})
+        # All arms of a seed before the next seed: what a study that is stopped early has, can be compared.
+        for seed in seeds:
+            for regime, settings in suite.regimes.items():
+                for arm in settings.get("arms", suite.arms):
+                    wanted = (regimes is None or regime in regimes) and (arms is None or arm in arms)
+                    if wanted and seed in suite.arms[arm].get("seeds", suite.seeds):
+                        self._add_run(regime, arm, seed)
+
+    def seconds(self, tasks: list[Task] | None = None) -> float:
+        """Seconds of CPU time that tasks will probably take: those that are not finished, if none are given."""
+        tasks = [task for task in self.tasks.values() if task.read_done() is None] if tasks is None else tasks
+        return sum(task.seconds for task in tasks)
+
+    def _add(
+        self, script: str, folder: Path, arguments: dict[str, Any], needs: tuple[Task, ...], seconds: float
+    ) -> Task:
+        name = folder.relative_to(self.folder).as_posix()
+        if name not in self.tasks:
+            recipe = self.suite.recipe(script)
+            words = to_words({"config": str(recipe), **arguments, "output_dir": str(folder)})
+            self.tasks[name] = Task(name, folder, (*SCRIPTS[script], *words), needs, (recipe,), seconds)
+        return self.tasks[name]
+
+    def _add_run(self, regime: str, arm: str, seed: int) -> None:
+        suite = self.suite
+        index = suite.seeds.index(seed) if seed in suite.seeds else seed
+        k = index % suite.cold_starts
+        seconds = {"cold_start": 0.0, "step": 0.0, "evaluation": 0.0, **suite.regimes[regime].get("seconds", {})}
+        world = self.folder / "worlds" / regime / str(k)
+
+        of_village = {**suite.arguments("village", regime), "seed": k}
+        village = self._add("village", world / "village", of_village, (), 10.0)
+        questions = village
+        if of_test := suite.regimes[regime].get("test_village"):
+            # The same people and facts; only the test split of this one is used.
+            of_test = {**of_village, "num_train": 1, "num_rollouts": 1, "num_practice_villages": 1, **of_test}
+            questions = self._add("village", world / "test_village", of_test, (), 10.0)
+
+        # An arm whose cold start differs from the regime's has one of its own, and so has its evaluation.
+        def own(*scripts: str) -> str:
+            return f"_{arm}" if any(suite.arms[arm].get(script) for script in scripts) else ""
+
+        of_sft = {
+            "num_cpu_threads_per_process": 1,
+            **suite.arguments("sft", regime, arm),
+            "model_name_or_path": str(village.folder / "model"),
+            "rollouts": str(village.folder / "rollouts.jsonl"),
+            "seed": k,
+        }
+        cold_start = self._add("sft", world / f"cold_start{own('sft')}", of_sft, (village,), seconds["cold_start"])
+
+        def evaluate(model: Path, folder: Path, made_by: Task) -> Task:
+            arguments = {
+                **suite.arguments("evaluate", regime, arm),
+                "model_name_or_path": str(model),
+                "dataset_name": str(questions.folder / "test.jsonl"),
+                "corpus_path": str(village.folder / "corpus.jsonl"),
+                "probe_memory": True,
+            }
+            return self._add("evaluate", folder, arguments, (made_by, questions), seconds["evaluation"])
+
+        start = evaluate(cold_start.folder, world / f"evaluation{own('sft', 'evaluate')}", cold_start)
+        of_train = suite.arguments("train", regime, arm)
+        steps = of_train.get("max_steps", read_recipe(str(suite.recipe("train"))).get("max_steps", 0))
+        if steps < 1 or steps % suite.evaluations:
+            raise ValueError(
+                f"regime {regime!r} has `max_steps` {steps}, which can't be cut into {suite.evaluations} equal parts with "
+                "an evaluation after each."
+            )
+        folder = self.folder / "runs" / regime / arm / f"seed_{seed}"
+        of_train = {
+            "num_cpu_threads_per_process": 1,
+            **of_train,
+            "model_name_or_path": str(cold_start.folder),
+            "dataset_name": str(village.folder / "train.jsonl"),
+            "corpus_path": str(village.folder / "corpus.jsonl"),
+            "save_strategy": "steps",
+            "save_steps": steps // suite.evaluations,
+            "save_only_model": True,
+            "seed": seed,
+        }
+        train = self._add("train", folder / "train", of_train, (cold_start,), steps * seconds["step"])
+        evaluations = {0: start}
+        for step in range(steps // suite.evaluations, steps + 1, steps // suite.evaluations):
+            model = train.folder / f"checkpoint-{step}"
+            evaluations[step] = evaluate(model, folder / f"evaluation_{step}", train)
+        self.runs.append(Run(regime, arm, seed, k, folder, village, train, evaluations))
+
+
+def find_suite(name: str) -> Path:
+    """The file of a suite that is given by name or path."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else REPOSITORY / "benchmarks" / "learning" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(path.stem for path in (REPOSITORY / "benchmarks" / "learning").glob("*.yaml"))
+        raise ValueError(f"there is no suite {str(path)!r}; give one of {known}, or the path of a YAML file.")
+    return path
+
+
+def print_plan(plan: Plan, jobs: int) -> None:
+    """What is to be done, and for how long."""
+    left = [task for task in plan.tasks.values() if task.read_done() is None]
+    hours = plan.seconds(left) / 3600
+    print(
+        f"{len(plan.runs)} runs in {len(plan.tasks)} tasks, {len(left)} of them not finished: about {hours:.1f} hours of "
+        f"one core, {hours / jobs:.1f} hours with {jobs} at a time. The figures are those of idle cores, from the suite."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", default="quick", help="name of a suite, or a YAML file")
+    parser.add_argument("--output_dir", help="out/learning/<suite> if not given")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="commands at a time, one thread each")
+    parser.add_argument("--regimes", nargs="+", help="only these")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands and the estimate")
+    parser.add_argument("--report_only", action="store_true", help="tables of what is finished, also while it runs")
+    args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}, expected at least 1")
+    if Path.cwd() != REPOSITORY:
+        parser.error(f"run it in {str(REPOSITORY)!r}: the commands name recipes and modules from there")
+    try:
+        path = find_suite(args.suite)
+        plan = Plan(Suite.read(path), Path(args.output_dir or f"out/learning/{path.stem}"), args.regimes, args.arms)
+        if args.dry_run:
+            for task in plan.tasks.values():
+                state = "" if task.read_done() is None else "  # finished"
+                print(f"OMP_NUM_THREADS=1 python {shlex.join(task.command)}{state}")
+        print_plan(plan, args.jobs)
+        if args.dry_run:
+            return 0
+        failed = []
+        if not args.report_only:
+            # As Ctrl-C does: the commands are ended, too.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            with only_study(plan.folder) as lock:
+                failed = run_tasks(
+                    list(plan.tasks.values()), args.jobs, lock, lambda task: read_results(plan.runs, plan.suite, task)
+                )
+    except ValueError as error:
+        parser.error(str(error))
+    results = read_results(plan.runs, plan.suite)
+    if results:
+        write_results(plan.folder, results, plan.suite, vars(args) | {"suite": str(path)})
+        print(table_texts(results, plan.suite))
+        print(f"{len(results)} of {len(plan.runs)} runs are finished. Figures: {plan.folder}/results.jsonl, tables.md")
+    if failed:
+        print(f"{len(failed)} tasks failed: {', '.join(task.name for task in failed)}. The same command tries again.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
