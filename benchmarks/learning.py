@@ -38,7 +38,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from learning_results import Run, read_results, table_texts, write_results
+from learning_results import Run, read_results
+from learning_tables import write_results
 from tasks import Task, only_study, run_tasks
 
 from mempo_trl.scripts.recipes import read_recipe
@@ -305,14 +306,13 @@ def main() -> int:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
             with only_study(plan.folder) as lock:
                 failed = run_tasks(
-                    list(plan.tasks.values()), args.jobs, lock, lambda task: read_results(plan.runs, plan.suite, task)
+                    list(plan.tasks.values()), args.jobs, lock, lambda task: read_results(plan.runs, task)
                 )
     except ValueError as error:
         parser.error(str(error))
-    results = read_results(plan.runs, plan.suite)
+    results = read_results(plan.runs)
     if results:
-        write_results(plan.folder, results, plan.suite, vars(args) | {"suite": str(path)})
-        print(table_texts(results, plan.suite))
+        print(write_results(plan.folder, results, plan.suite, vars(args) | {"suite": str(path)}))
         print(f"{len(results)} of {len(plan.runs)} runs are finished. Figures: {plan.folder}/results.jsonl, tables.md")
     if failed:
         print(f"{len(failed)} tasks failed: {', '.join(task.name for task in failed)}. The same command tries again.")
