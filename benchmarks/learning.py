@@ -83,7 +83,8 @@ class Suite:
             The arm that others are compared with.
         regimes (`dict[str, dict]`):
             Per regime its changes to the recipes by script; `test_village`, changes of the village for the held-out
-            questions; `arms`, if not all of them; `seconds` that a `cold_start`, a `step` and an `evaluation` take.
+            questions; `arms`, if not all of them; `seconds` of a core that a `cold_start`, the `startup` of a training, a
+            `step` and an `evaluation` take, for the estimate.
         arms (`dict[str, dict]`):
             Per arm its changes to the recipes of `sft` (it then has a cold start of its own), `train` and `evaluate`, and
             its `seeds`, if others.
@@ -195,7 +196,8 @@ class Plan:
         suite = self.suite
         index = suite.seeds.index(seed) if seed in suite.seeds else seed
         k = index % suite.cold_starts
-        seconds = {"cold_start": 0.0, "step": 0.0, "evaluation": 0.0, **suite.regimes[regime].get("seconds", {})}
+        seconds = dict.fromkeys(("cold_start", "startup", "step", "evaluation"), 0.0)
+        seconds |= suite.regimes[regime].get("seconds", {})
         world = self.folder / "worlds" / regime / str(k)
 
         of_village = {**suite.arguments("village", regime), "seed": k}
@@ -249,7 +251,9 @@ class Plan:
             "save_only_model": True,
             "seed": seed,
         }
-        train = self._add("train", folder / "train", of_train, (cold_start,), steps * seconds["step"])
+        train = self._add(
+            "train", folder / "train", of_train, (cold_start,), seconds["startup"] + steps * seconds["step"]
+        )
         evaluations = {0: start}
         for step in range(steps // suite.evaluations, steps + 1, steps // suite.evaluations):
             model = train.folder / f"checkpoint-{step}"

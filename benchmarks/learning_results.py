@@ -85,8 +85,9 @@ def training_rollouts(folder: Path) -> dict[int, list[dict]]:
     """The rollouts of a training by the number of steps that were done when they were sampled."""
     steps: dict[int, list[dict]] = {}
     for path in sorted((folder / "rollouts").glob("train-*.jsonl")):
-        for record in read_records(path):
-            steps.setdefault(record["step"], []).append(record)
+        with open(path, encoding="utf-8") as file:
+            for record in map(json.loads, file):
+                steps.setdefault(record["step"], []).append(record)
     return steps
 
 

@@ -129,6 +129,8 @@ def spearman_within(x: pd.Series, y: pd.Series, groups: list[pd.Series]) -> dict
         of the `pairs` in them.
     """
     defined = x.notna() & y.notna()
+    if not defined.any():
+        return {"mean": None, "groups": 0, "pairs": 0}
     keys = pd.DataFrame({str(i): group for i, group in enumerate(groups)} or {"all": 0}, index=x.index)[defined]
     ranks = pd.DataFrame({"x": x, "y": y})[defined]
     by = [keys[column] for column in keys]
