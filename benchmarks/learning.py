@@ -34,6 +34,8 @@ import os
 import shlex
 import signal
 import sys
+import traceback
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,14 @@ def print_plan(plan: Plan, jobs: int) -> None:
     )
 
 
+def make_results(plan: Plan, task: Task) -> None:
+    """Make the results of the runs that a task was the last of. They are wanted at the end, where an error is one."""
+    try:
+        read_results(plan.runs, task)
+    except Exception:
+        traceback.print_exc()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="quick", help="name of a suite, or a YAML file")
@@ -294,26 +304,26 @@ def main() -> int:
         parser.error(f"--jobs is {args.jobs}, expected at least 1")
     if Path.cwd() != REPOSITORY:
         parser.error(f"run it in {str(REPOSITORY)!r}: the commands name recipes and modules from there")
-    try:
-        path = find_suite(args.suite)
-        plan = Plan(Suite.read(path), Path(args.output_dir or f"out/learning/{path.stem}"), args.regimes, args.arms)
-        if args.dry_run:
-            for task in plan.tasks.values():
-                state = "" if task.read_done() is None else "  # finished"
-                print(f"OMP_NUM_THREADS=1 python {shlex.join(task.command)}{state}")
-        print_plan(plan, args.jobs)
-        if args.dry_run:
-            return 0
+    with ExitStack() as stack:
+        try:
+            path = find_suite(args.suite)
+            folder = Path(args.output_dir or f"out/learning/{path.stem}")
+            plan = Plan(Suite.read(path), folder, args.regimes, args.arms)
+            if args.dry_run:
+                for task in plan.tasks.values():
+                    state = "" if task.read_done() is None else "  # finished"
+                    print(f"OMP_NUM_THREADS=1 python {shlex.join(task.command)}{state}")
+            print_plan(plan, args.jobs)
+            if args.dry_run:
+                return 0
+            lock = None if args.report_only else stack.enter_context(only_study(folder))
+        except ValueError as error:
+            parser.error(str(error))
         failed = []
-        if not args.report_only:
+        if lock is not None:
             # As Ctrl-C does: the commands are ended, too.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-            with only_study(plan.folder) as lock:
-                failed = run_tasks(
-                    list(plan.tasks.values()), args.jobs, lock, lambda task: read_results(plan.runs, task)
-                )
-    except ValueError as error:
-        parser.error(str(error))
+            failed = run_tasks(list(plan.tasks.values()), args.jobs, lock, lambda task: make_results(plan, task))
     results = read_results(plan.runs)
     if results:
         print(write_results(plan.folder, results, plan.suite, vars(args) | {"suite": str(path)}))
