@@ -31,7 +31,6 @@ class ScriptedGRPO(Recording, GRPOTrainer):
     def __init__(self, *args, script, **kwargs):
         super().__init__(*args, **kwargs)
         self.script = script
-        self.inputs_seen = []
         self._start = 0  # number of the batch's first rollout
         self._turns = []  # per live rollout its number and its turn
 
@@ -45,11 +44,6 @@ class ScriptedGRPO(Recording, GRPOTrainer):
         self.texts = {number: text for (number, _), text in zip(self._turns, turns, strict=True)}
         ids = [made.ids if not isinstance(made, str) else generation(self._tokenizer, made).ids for made in turns]
         return [list(row) for row in ids], None
-
-    def _prepare_inputs(self, generation_batch):
-        inputs = super()._prepare_inputs(generation_batch)
-        self.inputs_seen.append(inputs)
-        return inputs
 
 
 def grpo_config(folder, **kwargs) -> GRPOConfig:
