@@ -156,9 +156,11 @@ class MemoryLog:
         self._thread.join()
 
     def rows(self) -> list[dict]:
-        """Slope per role, without the start, in which a process loads what it needs."""
+        """Slope per role, without the first quarter, in which memory is still taken for the first time."""
         rows = []
         for role, samples in self.samples.items():
+            if len(samples) < 20:  # too short to say
+                continue
             times, used = np.array(samples[len(samples) // 4 : -3]).T  # at its end a process frees much
             slope = np.polyfit(times - times[0], used, 1)[0] * 60
             rows.append(
@@ -223,9 +225,9 @@ def start_training(session: Path, out: Path, port: int, max_steps: int, save_ste
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def played_steps(out: Path) -> int:
-    """Steps whose rollouts are written."""
-    return len(list((out / "rollouts").glob("train-*.jsonl")))
+def files_of(out: Path) -> list[Path]:
+    """The rollouts of each step."""
+    return sorted((out / "rollouts").glob("train-*.jsonl"))
 
 
 def wait_for_step(training: subprocess.Popen, out: Path, ready) -> int:
@@ -233,9 +235,21 @@ def wait_for_step(training: subprocess.Popen, out: Path, ready) -> int:
     while True:
         if training.poll() is not None:
             raise RuntimeError(f"training ended early with status {training.returncode}; see {out}.log")
-        if ready(steps := played_steps(out)):
+        if ready(steps := len(files_of(out))):
             return steps
         time.sleep(0.1)
+
+
+def wait_until_it_plays(training: subprocess.Popen, out: Path, since: float) -> None:
+    """Wait for the first rollouts that are written after a time: by then the process has loaded what it needs."""
+
+    def is_new(path: Path) -> bool:
+        try:
+            return path.stat().st_mtime > since
+        except FileNotFoundError:  # a resumed run has just moved it
+            return False
+
+    wait_for_step(training, out, lambda played: any(map(is_new, files_of(out))))
 
 
 def seconds_per_step(session: Path, out: Path, port: int) -> float:
@@ -243,7 +257,7 @@ def seconds_per_step(session: Path, out: Path, port: int) -> float:
     training = start_training(session, out, port, 6, 6)
     if training.wait() != 0:
         raise RuntimeError(f"training failed; see {out}.log")
-    times = [path.stat().st_mtime for path in sorted((out / "rollouts").glob("train-*.jsonl"))]
+    times = [path.stat().st_mtime for path in files_of(out)]
     return (times[-1] - times[1]) / (len(times) - 2)
 
 
@@ -259,8 +273,7 @@ def expected_questions(session: Path, steps: int) -> list[str]:
 
 
 def read_rollouts(out: Path) -> list[dict]:
-    files = sorted((out / "rollouts").glob("train-*.jsonl"))
-    return [json.loads(line) for file in files for line in open(file, encoding="utf-8")]
+    return [json.loads(line) for file in files_of(out) for line in open(file, encoding="utf-8")]
 
 
 def fates(requests: list[dict], rollouts: list[dict], killed_at: float) -> list[dict]:
@@ -334,6 +347,7 @@ def main() -> None:
         memory.watch("proxy", os.getpid())
         training = start_training(session, out, proxy.port, steps, save_steps)
         running.append(training)
+        wait_until_it_plays(training, out, start)
         memory.watch("training, killed", training.pid)
 
         restarted_step = wait_for_step(training, out, lambda played: played >= steps // 3)
@@ -355,6 +369,7 @@ def main() -> None:
         killed_at = time.time()
         training = start_training(session, out, proxy.port, steps, save_steps, "--resume_from_checkpoint", "true")
         running.append(training)
+        wait_until_it_plays(training, out, killed_at)
         memory.watch("training, resumed", training.pid)
         status = training.wait()
         minutes = (time.time() - start) / 60

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from test_resume import LAYOUTS, dumped, make
+from resumable import LAYOUTS, dumped, make
 from transformers import TrainerCallback
 
 
