@@ -275,11 +275,15 @@ def find_suite(name: str) -> Path:
 def print_plan(plan: Plan, jobs: int) -> None:
     """What is to be done, and for how long."""
     left = [task for task in plan.tasks.values() if task.read_done() is None]
-    hours = plan.seconds(left) / 3600
+    minutes = plan.seconds(left) / 60
     print(
-        f"{len(plan.runs)} runs in {len(plan.tasks)} tasks, {len(left)} of them not finished: about {hours:.1f} hours of "
-        f"one core, {hours / jobs:.1f} hours with {jobs} at a time. The figures are those of idle cores, from the suite."
+        f"{len(plan.runs)} runs in {len(plan.tasks)} tasks, {len(left)} of them not finished: about {_time(minutes)} of one "
+        f"core, {_time(minutes / jobs)} with {jobs} at a time. The figures are those of idle cores, from the suite."
     )
+
+
+def _time(minutes: float) -> str:
+    return f"{minutes:.0f} minutes" if minutes < 100 else f"{minutes / 60:.1f} hours"
 
 
 def make_results(plan: Plan, task: Task) -> None:

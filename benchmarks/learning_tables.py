@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from learning import Suite
 
 
+MAX_TURN = 10
+"""Last turn in the tables; `learning.json` has all."""
+
+
 def steps_to(training: Sequence[dict], level: float, window: int) -> int | None:
     """
     Steps after which the training has reached a level.
@@ -143,6 +147,8 @@ def run_figures(result: dict, suite: "Suite") -> dict[str, float | None]:
             else:
                 row[f"held out {name}: {key}"] = value
     for name, memories in result["memories"].items():
+        for turn, figures in memories.get("by_turn", {}).items():
+            row |= {f"training, {name}, turn {turn}: {key}": value for key, value in figures.items()}
         for column, kinds in memories["correlations"].items():
             row |= {f"training, {name}: R_M and {column}, {kind}": entry["mean"] for kind, entry in kinds.items()}
     return row
@@ -190,7 +196,7 @@ def table_texts(summary: dict[str, dict[str, dict]], suite: "Suite") -> str:
     lines = []
     for regime, arms in summary.items():
         lines += [f"## {regime}", "", *_learning(arms, suite), *_levels(arms, suite)]
-        lines += [*_points(arms, suite), *_correlations(arms)]
+        lines += [*_points(arms, suite), *_by_turn(arms), *_correlations(arms)]
     return "\n".join(lines)
 
 
@@ -244,6 +250,23 @@ def _points(arms: dict[str, dict], suite: "Suite") -> list[str]:
         for point in point_names(suite.evaluations + 1)
     ]
     return ["Held out, by point of the training.", "", *_table(["arm", "point", *names.values()], rows)]
+
+
+def _by_turn(arms: dict[str, dict]) -> list[str]:
+    rows = []
+    for arm, entry in arms.items():
+        for where in ("first tenth", "last tenth"):
+            for key in ("kept", "memory_tokens", "memory_reward"):
+                names = [f"training, {where}, turn {turn}: {key}" for turn in range(2, MAX_TURN + 1)]
+                cells = [f"{entry['values'][name]['mean']:.3g}" if name in entry["values"] else "" for name in names]
+                if any(cells):
+                    rows.append([arm, where, key.replace("_", " "), *cells])
+    text = (
+        f"Training: what memories of the turns 2 to {MAX_TURN} are like in the first and the last tenth of the steps, means "
+        "over seeds. `kept` is the share of the facts found before that the memory holds; the memory reward is the arm's "
+        "own."
+    )
+    return [text, "", *_table(["arm", "steps", "", *map(str, range(2, MAX_TURN + 1))], rows)] if rows else []
 
 
 def _correlations(arms: dict[str, dict]) -> list[str]:

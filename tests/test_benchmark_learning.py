@@ -262,6 +262,19 @@ def test_commands_have_one_thread(tmp_path):
     assert (task.folder / "log.txt").read_text() == "1\n"
 
 
+def test_commands_hold_the_lock(tmp_path):
+    """A command that a killed study leaves behind keeps the lock: it has inherited the open file."""
+    code = (
+        "import os\n"
+        f"lock = os.stat({str(tmp_path / 'lock')!r})\n"
+        "def is_lock(fd):\n"
+        "    try: return os.path.samestat(os.fstat(fd), lock)\n"
+        "    except OSError: return False\n"
+        "assert any(is_lock(fd) for fd in range(3, 256))"
+    )
+    assert run_all(tmp_path, task_of(tmp_path, "a", code)) == []
+
+
 def test_tasks_run_at_the_same_time(tmp_path):
     """With two jobs two tasks run together: each waits for the file of the other."""
     code = (
@@ -617,6 +630,9 @@ def test_summary_and_tables(study, tmp_path):
     assert arms["paper"]["values"]["seconds of a step"]["mean"] == 2.5
     assert (
         "| paper | 2 | 0.750 (-0.838 to 2.338) | +0.312 (-2.070 to +2.695), p 0.5 | 0.000 (0.000 to 0.000) |" in tables
+    )
+    assert (
+        "| paper | last tenth | kept | 1 |  |" in tables and "| paper | first tenth | memory reward | 0.25 |" in tables
     )
     assert tables == (study.folder / "tables.md").read_text()
     lines = (study.folder / "results.jsonl").read_text().splitlines()
