@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -186,6 +187,20 @@ def test_suites_hold_the_study(in_repository):
     assert {s.get("context") for s in settings} == {None, "full"}
     assert {s.get("memory_credit") for s in settings} == {None, "successful"}
     assert settings[0]["memory_advantage_weight"] == 0.0 and full.reference == "grpo"
+
+
+def test_reward_of_the_sparse_regime(in_repository, monkeypatch):
+    """`mempo train` finds it by the name in the suite, and it is 1 only where every objective is right, in the format."""
+    (name,) = learning.Suite.read(learning.find_suite("full")).arguments("train", "sparse", "paper")["reward_funcs"]
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    reward = train.load_reward_func(name)
+    golden = [["cat"], ["tea"]]
+    rollouts = [
+        SimpleNamespace(answer=answer, well_formed=well_formed)
+        for answer, well_formed in (("cat; tea", True), ("cat; tea", False), ("cat; x", True), (None, True))
+    ]
+    assert reward([None] * 4, [golden] * 4, rollouts=rollouts) == [1.0, 0.0, 0.0, 0.0]
+    assert reward([None], [None], rollouts=rollouts[:1]) == [None]
 
 
 @pytest.mark.parametrize(
