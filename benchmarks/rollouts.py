@@ -118,6 +118,27 @@ def make_work(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, sear
     return work
 
 
+def waits_alone(work: Work, seconds_per_token: float) -> dict[str, float]:
+    """
+    Seconds of each way, by arithmetic, on an engine that is never short of compute: it makes a token of every request
+    in the same time, however many there are. Then only waiting counts: for a rollout's own turns and searches, or in
+    every turn for the longest turn and the longest search.
+    """
+    free, turns_of = 0.0, [[] for _ in range(MAX_TURNS)]
+    for number, turns in enumerate(work.turns.values()):
+        parts = [
+            (len(turn) * seconds_per_token, work.search_seconds[f"{number} {t}"] if t < len(turns) - 1 else 0.0)
+            for t, turn in enumerate(turns)
+        ]
+        free = max(free, sum(map(sum, parts)))
+        for t, part in enumerate(parts):
+            turns_of[t].append(part)
+    by_turns = sum(
+        max(made for made, _ in parts) + max(searched for _, searched in parts) for parts in turns_of if parts
+    )
+    return {"free": free, "by turns": by_turns}
+
+
 def make_turn(tokenizer, action: str, length: int, words: list[int], rng: random.Random) -> list[int]:
     """A well-formed turn of so many tokens, half of its words in the memory; longer if the action alone is longer."""
     parts = [encode(tokenizer, text) for text in ("<mem>", "</mem><think>", f"</think>{action}")]
@@ -142,7 +163,8 @@ class ForcedGenerator(CompletionsGenerator):
             max_concurrency=concurrency,
             eos_token_ids=[],
             retry_seconds=30,
-            extra_body={"ignore_eos": True, "cache_salt": cache_salt},
+            # What is sampled is replaced, so that it needs no seed, which costs a server on the CPU its chunked prefill.
+            extra_body={"ignore_eos": True, "cache_salt": cache_salt, "seed": None},
         )
         self.work = work
         self.spans: list[tuple[float, float]] = []  # when requests were at the server
@@ -312,7 +334,7 @@ def main() -> None:
             make_model(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template = tokenizer.chat_template or load_chat_template("chatml")
-        url = args.server_url or stack.enter_context(VllmServer(folder)).url
+        url = args.server_url or stack.enter_context(VllmServer(folder, arguments=["--enable-chunked-prefill"])).url
         model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
         version = httpx.get(f"{url}/version").raise_for_status().json()["version"]
         load = os.getloadavg()
@@ -333,6 +355,14 @@ def main() -> None:
             f"search {search_seconds:g} s: by turns / free {statistics.median(values):.2f} "
             f"({min(values):.2f} to {max(values):.2f})"
         )
+    alone = {}
+    for search_seconds in args.search_seconds:
+        work = make_work(tokenizer, args, search_seconds, args.seed)
+        alone[f"{search_seconds:g}"] = waits_alone(work, 0.01)
+        ratio = alone[f"{search_seconds:g}"]["by turns"] / alone[f"{search_seconds:g}"]["free"]
+        print(
+            f"search {search_seconds:g} s, computed for 10 ms a token whatever the batch: by turns / free {ratio:.2f}"
+        )
     work = make_work(tokenizer, args, 0.0, args.seed)
     turns = [len(turns) for turns in work.turns.values()]
     lengths = [len(turn) for turns in work.turns.values() for turn in turns]
@@ -342,6 +372,7 @@ def main() -> None:
         rows,
         ratios={f"{search_seconds:g}": statistics.median(values) for search_seconds, values in ratios.items()},
         runs={f"{search_seconds:g}": ways for search_seconds, ways in runs.items()},
+        computed_at_10_ms_a_token=alone,
         first_work={"turns": turns, "lengths": lengths, "tokens": work.tokens},
         vllm=version,
         load_before=load,

@@ -44,6 +44,16 @@ def sampled(request):
     return completion([5] * request.body["max_tokens"], finish_reason="length")
 
 
+def test_waits_alone(benchmark):
+    """By hand: two rollouts, of turns of 10 and 30 tokens with a search of 2 s between, and of one turn of 50 tokens."""
+    work = benchmark.Work(
+        turns={"a": [[0] * 10, [0] * 30], "b": [[0] * 50]}, search_seconds={"0 0": 2.0, "0 1": 9.0, "1 0": 9.0}
+    )
+    # At 0.1 s a token: 1 + 2 + 3 = 6 s and 5 s; or 5 + 2 s for the first turns and 3 s for the second one. The last
+    # turn of a rollout makes no search.
+    assert benchmark.waits_alone(work, 0.1) == pytest.approx({"free": 6.0, "by turns": 10.0})
+
+
 def test_work(benchmark, village_tokenizer):
     """The script's turns are well-formed, of skewed numbers and lengths within the limits, and drawn from the seed."""
     work = benchmark.make_work(village_tokenizer, arguments(rollouts=400), 0.2, seed=1)
