@@ -278,7 +278,7 @@ def print_plan(plan: Plan, jobs: int) -> None:
     minutes = plan.seconds(left) / 60
     print(
         f"{len(plan.runs)} runs in {len(plan.tasks)} tasks, {len(left)} of them not finished: about {_time(minutes)} of one "
-        f"core, {_time(minutes / jobs)} with {jobs} at a time. The figures are those of idle cores, from the suite."
+        f"core, {_time(minutes / jobs)} with {jobs} at a time. The seconds are those that the suite states."
     )
 
 
