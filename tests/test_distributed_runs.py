@@ -88,7 +88,7 @@ def test_any_number_of_processes_is_one_run(config, num_processes, scenario, res
     # rounding of a probability.
     expected = numbers(single["memory_advantages"])
     assert numbers(joined(processes, "memory_advantages")) == pytest.approx(expected, abs=1e-3)
-    assert max(abs(number) for number in expected if number != -99.0) > 0.1
+    assert max(abs(number) for number in expected if number != -99.0) > 0.05
 
     before = AutoModelForCausalLM.from_pretrained(uneven_folder).state_dict()
     moved = 0.0
