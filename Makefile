@@ -22,7 +22,7 @@ MINIMUM := .venv-minimum
 TORCH_MINIMUM := 2.6.0
 VERSION_TESTS := tests
 
-.PHONY: quickstart test test_slow test_latest test_minimum test_distributed test_vllm audit style clean
+.PHONY: quickstart test test_slow test_latest test_minimum test_distributed vllm_environment test_vllm audit style clean
 
 # torch first and by its exact version. Without a GPU a CPU build is tried before PyPI's, which is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
@@ -61,7 +61,9 @@ $(VLLM_VENV)/.installed: Makefile
 	$(VLLM_PYTHON) -c "from vllm.platforms import current_platform; assert current_platform.is_cpu()"
 	touch $@
 
-test_vllm: $(VENV)/.installed $(VLLM_VENV)/.installed
+vllm_environment: $(VLLM_VENV)/.installed
+
+test_vllm: $(VENV)/.installed vllm_environment
 	$(BIN)/python -m pytest -m "vllm"
 
 # Known vulnerabilities of the installed packages, as PyPI lists them; fails where it can't be asked about one of them.

@@ -1,7 +1,7 @@
 """
 Rollouts through a vLLM server: each at its own pace, against all of them turn by turn.
 
-    make .venv-vllm/.installed
+    make vllm_environment
     python benchmarks/rollouts.py --search_seconds 0 0.2 1 --output out/benchmarks/rollouts.json
 
 Both ways play the same rollouts on the same server, one way after the other and then the other way round. The work is

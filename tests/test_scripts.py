@@ -162,7 +162,6 @@ def test_full_fine_tuning(folder, model_folder, monkeypatch, tmp_path):
         (["--reward_funcs", "user_rewards.none"], ValueError, "'user_rewards' has no reward function 'none'"),
         (["--reward_funcs", "no_module.f"], ModuleNotFoundError, "no_module"),
         (["--chat_template_path", "chatmll"], ValueError, "'chatmll'.*'chatml'"),
-        (["--max_tool_calling_iterations", "3"], ValueError, "set `max_turns` instead"),
         (["--eval_strategy", "steps", "--eval_dataset_name", "nowhere.csv"], FileNotFoundError, "nowhere.csv"),
     ],
 )
@@ -170,6 +169,15 @@ def test_wrong_input_of_train(given, error, message, folder, monkeypatch, tmp_pa
     """Wrong input stops `mempo train` before it trains, with an error that names it."""
     with pytest.raises(error, match=message):
         run_here(train, folder, monkeypatch, "--config", "recipe.yaml", "--output_dir", str(tmp_path), *given)
+
+
+def test_wrong_configuration_of_train(folder, monkeypatch, tmp_path, capsys):
+    """What the configuration refuses is one line and the exit code of a wrong command."""
+    given = ["--config", "recipe.yaml", "--output_dir", str(tmp_path), "--max_tool_calling_iterations", "3"]
+    with pytest.raises(SystemExit) as exit:
+        run_here(train, folder, monkeypatch, *given)
+    assert exit.value.code == 2
+    assert "set `max_turns` instead" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_corpus_or_index(folder, tokenizer, tmp_path):

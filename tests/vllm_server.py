@@ -13,7 +13,7 @@ import httpx
 
 REPOSITORY = Path(__file__).parent.parent
 NO_ENVIRONMENT = (
-    "there is no environment with a vLLM server: `make .venv-vllm/.installed` makes one, and `MEMPO_VLLM_ENV` may name "
+    "there is no environment with a vLLM server: `make vllm_environment` makes one, and `MEMPO_VLLM_ENV` may name "
     "another"
 )
 
