@@ -301,13 +301,25 @@ def fates(requests: list[dict], rollouts: list[dict], killed_at: float) -> list[
             start = request["time"]
             if any(start < time < start + patience for time in answered.get(query, [])):
                 of_kind["answered later"] += 1
+            elif any(start - patience < time <= start for time in answered.get(query, [])):
+                # A call that was given up repeats its request for a while, and met a fault when another attempt of the
+                # same call had its answer.
+                of_kind["answered before"] += 1
             elif start < killed_at < start + patience:
                 of_kind["cut off by the kill"] += 1
             elif query in told:
                 of_kind["told to the model"] += 1
             else:
                 of_kind["lost"] += 1
-    columns = ("requests", "queries", "answered later", "told to the model", "cut off by the kill", "lost")
+    columns = (
+        "requests",
+        "queries",
+        "answered later",
+        "answered before",
+        "told to the model",
+        "cut off by the kill",
+        "lost",
+    )
     return [{"fault": kind, **{name: count[name] for name in columns}} for kind, count in sorted(counts.items())]
 
 
@@ -382,6 +394,8 @@ def main() -> None:
         memory.close()
         proxy.close()
 
+    with open(out.parent / "requests.jsonl", "w", encoding="utf-8") as file:  # to follow a query that is lost
+        file.writelines(json.dumps(request) + "\n" for request in proxy.requests)
     faults = fates(proxy.requests, rollouts := read_rollouts(out), killed_at)
     num_answered = sum(request["outcome"] == "answered" for request in proxy.requests)
     state = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text(encoding="utf-8"))
