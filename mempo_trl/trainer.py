@@ -186,22 +186,24 @@ class MemPOTrainer(DurableTrainer):
                 f"`vllm_server_urls` is {args.vllm_server_urls}: several servers take an adapter only. Pass a "
                 "`peft_config`, or train the full model with one server (`vllm_server_base_url`)."
             )
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-
+        try:
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+        finally:  # an error must not leave the user's arguments changed
+            args.use_vllm |= serves_adapter
         if serves_adapter:
-            args.use_vllm = self.use_vllm = True  # what it samples is corrected for in the loss
+            self.use_vllm = True  # what it samples is corrected for in the loss
         # The model may declare more ids that end a turn than the tokenizer does.
         self.protocol.set_eos_token_ids(self.eos_token_ids)
         # A cut turn is one turn of a rollout here, and not always the end of a row: the sequences take care of it.

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,6 +44,20 @@ SHORT_TEMPLATE = (
 )
 
 torch.set_num_threads(1)
+
+
+def load_benchmark(name: str):
+    """A script of `benchmarks/` as a module, which imports its neighbours as a script does."""
+    path = list(sys.path)
+    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+    try:
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", REPOSITORY / "benchmarks" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # its dataclasses look themselves up there
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = path
+    return module
 
 
 def byte_tokenizer(tags_are_tokens: bool = True) -> PreTrainedTokenizerFast:

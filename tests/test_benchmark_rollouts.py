@@ -1,12 +1,10 @@
 """The rollouts benchmark: both ways do the work of the script, one with a barrier and one without."""
 
 import argparse
-import importlib.util
 import itertools
-import sys
 
 import pytest
-from conftest import REPOSITORY
+from conftest import load_benchmark
 from stub_teacher import StubServer, completion
 
 from mempo_trl.data.village import Village
@@ -17,16 +15,7 @@ from mempo_trl.parsing import parse_turn
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmarks/rollouts.py`, which imports its neighbour `reporting` as a script does."""
-    path = list(sys.path)
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmark_rollouts", REPOSITORY / "benchmarks" / "rollouts.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # its dataclasses look themselves up there
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = path
-    return module
+    return load_benchmark("rollouts")
 
 
 @pytest.fixture(scope="module")

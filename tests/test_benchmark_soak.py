@@ -1,25 +1,13 @@
 """The soak benchmark: what became of each query that met a fault."""
 
-import importlib.util
-import sys
-
 import pytest
-from conftest import REPOSITORY
+from conftest import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmarks/soak.py`, which imports its neighbours as a script does."""
-    path = list(sys.path)
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmark_soak", REPOSITORY / "benchmarks" / "soak.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = path
-    return module
+    return load_benchmark("soak")
 
 
 def test_fates(benchmark):

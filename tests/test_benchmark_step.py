@@ -1,24 +1,15 @@
 """The step benchmark compares equal work: the same tokens are trained, whoever trains them."""
 
 import argparse
-import importlib.util
-import sys
 
 import pytest
-from conftest import REPOSITORY
+from conftest import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmarks/step.py`, which imports its neighbour `reporting` as a script does."""
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmark_step", REPOSITORY / "benchmarks" / "step.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(REPOSITORY / "benchmarks"))
-    return module
+    return load_benchmark("step")
 
 
 def test_ways_do_the_same_work(benchmark, tmp_path):

@@ -1,10 +1,7 @@
 """The token benchmark: what it counts, and that its scripted comparison is one at equal exact match."""
 
-import importlib.util
-import sys
-
 import pytest
-from conftest import REPOSITORY
+from conftest import load_benchmark
 
 from mempo_trl.data import village as village_module
 from mempo_trl.data.village import Village, VillageArguments
@@ -14,14 +11,7 @@ from mempo_trl.rollout import Rollout, Turn
 @pytest.fixture(scope="module")
 def benchmark():
     """`benchmarks/tokens.py`, which imports its neighbour `reporting` as a script does."""
-    sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmark_tokens", REPOSITORY / "benchmarks" / "tokens.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(REPOSITORY / "benchmarks"))
-    return module
+    return load_benchmark("tokens")
 
 
 @pytest.fixture(scope="module")

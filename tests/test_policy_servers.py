@@ -10,6 +10,7 @@ from stub_teacher import Reply, closed_port
 from stub_vllm import StubVllm
 from tenacity import wait_none
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOTrainer
 
 from mempo_trl import MemPOTrainer, endpoints
 from mempo_trl.generation import GenerationError
@@ -275,6 +276,21 @@ def test_a_server_without_run_time_adapters(short_folder, tmp_path):
         server.answer = lambda request: Reply({"detail": "Not Found"}, 404)
         with pytest.raises(GenerationError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve"):
             build(short_folder, tmp_path, server.url)
+
+
+def test_a_failed_construction_leaves_the_arguments(short_folder, tmp_path, monkeypatch):
+    """An error of the parent does not leave `use_vllm` switched off in the user's configuration."""
+
+    def fail(self, *args, **kwargs):
+        raise ArithmeticError("no model today")
+
+    args = config(tmp_path, use_vllm=True, vllm_mode="server")
+    monkeypatch.setattr(GRPOTrainer, "__init__", fail)
+    with pytest.raises(ArithmeticError):
+        MemPOTrainer(
+            model=short_folder, args=args, train_dataset=dataset(), tools=[search], peft_config=LoraConfig(**LORA)
+        )
+    assert args.use_vllm is True
 
 
 def test_no_server(short_folder, tmp_path):
