@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from transformers import TrainerCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from mempo_trl import MemPOConfig, MemPOTrainer, load_questions
@@ -39,6 +40,9 @@ class TrainArguments:
             Split of a data set on the Hub for it.
         reward_funcs (`list[str]`, *optional*):
             Reward functions by name, or as dotted import paths. Defaults to exact match times well-formedness.
+        callbacks (`list[str]`, *optional*):
+            Callbacks as dotted import paths of their classes, which are called without arguments. A
+            [`MemoryRewardCallback`] replaces the default one.
     """
 
     dataset_name: str = field(metadata={"help": "Questions: a JSON, JSONL, Parquet or CSV file, or a Hub data set."})
@@ -55,20 +59,48 @@ class TrainArguments:
             "exact match times well-formedness."
         },
     )
+    callbacks: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Callbacks: dotted import paths of their classes, which are called without arguments. A "
+            "MemoryRewardCallback replaces the default one."
+        },
+    )
+
+
+def import_name(path: str, kind: str, remedy: str):
+    """What a dotted path names (the working directory counts). The errors say what kind of thing it should be."""
+    module, _, name = path.rpartition(".")
+    if not module or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(f"There is no {kind} {path!r}. {remedy}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name, None)  # not `vars`: transformers loads its names late
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # one that the module itself needs
+            raise
+        raise ModuleNotFoundError(
+            f"There is no module {module!r} for the {kind} {path!r}. Start in the folder that has it, or install it."
+        ) from error
+    if found is None:
+        raise ValueError(f"The module {module!r} has no {kind} {name!r}. {remedy}")
+    return found
 
 
 def load_reward_func(name: str):
-    """A reward function by its name, or imported by its dotted path (the working directory counts)."""
+    """A reward function by its name, or imported by its dotted path."""
     if name in REWARD_FUNCS:
         return REWARD_FUNCS[name]
-    if "." not in name:
-        raise ValueError(f"There is no reward function {name!r}. Use one of {sorted(REWARD_FUNCS)} or a dotted path.")
-    module, function = name.rsplit(".", 1)
-    sys.path.insert(0, os.getcwd())
-    functions = vars(importlib.import_module(module))
-    if function not in functions:
-        raise ValueError(f"The module {module!r} has no reward function {function!r}.")
-    return functions[function]
+    return import_name(name, "reward function", f"Use one of {sorted(REWARD_FUNCS)} or a dotted path.")
+
+
+def load_callback(path: str) -> TrainerCallback:
+    """A callback of the class that a dotted path names."""
+    remedy = "Give the dotted path of a subclass of `transformers.TrainerCallback`: 'my_module.MyCallback'."
+    callback = import_name(path, "callback", remedy)
+    if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
+        raise ValueError(f"The callback {path!r} is {callback!r}. {remedy}")
+    return callback()
 
 
 def main(
@@ -78,6 +110,9 @@ def main(
     retrieval_args: RetrievalArguments,
 ) -> None:
     """Train, save, and push if asked to."""
+    # Before anything is loaded, so that a wrong name is an error at once.
+    reward_funcs = None if script_args.reward_funcs is None else list(map(load_reward_func, script_args.reward_funcs))
+    callbacks = list(map(load_callback, script_args.callbacks or []))
     tokenizer = load_tokenizer(model_args, training_args.trust_remote_code)
     train_dataset = load_questions(
         script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
@@ -102,13 +137,12 @@ def main(
         }
     trainer = MemPOTrainer(
         model=model,
-        reward_funcs=None
-        if script_args.reward_funcs is None
-        else list(map(load_reward_func, script_args.reward_funcs)),
+        reward_funcs=reward_funcs,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
+        callbacks=callbacks,
         tools=[make_search_tool(retrieval_args, tokenizer)],
         quantization_config=None if goes_on else get_quantization_config(model_args),
         peft_config=None if goes_on else get_peft_config(model_args),
