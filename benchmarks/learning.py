@@ -7,7 +7,8 @@ Does the memory reward help: arms trained from the same cold start, with as many
     python benchmarks/learning.py --suite full --report_only
 
 A suite is a YAML file, `benchmarks/learning/<name>.yaml` or a path: regimes (which village, which cold start, how long a
-training) and arms (what is trained), both as changes to recipes. Nothing else decides what is run: `--dry_run` prints
+training) and arms (what is trained), both as changes to recipes. Or it is `part_of` another suite, some of its `regimes`,
+`arms` and `seeds`: the runs are then the same runs, in the folder of the whole. Nothing else decides what is run: `--dry_run` prints
 every command, and each can be repeated by hand with `OMP_NUM_THREADS=1`. The commands run `--jobs` at a time, with one
 thread each. An interrupted study goes on with the same command: what is finished is not run again, and what was
 interrupted starts anew. A run that failed says so, the others go on, and the same command tries it again.
@@ -25,8 +26,8 @@ steps where that never happens). *Held out*: `mempo evaluate --probe_memory` at 
 arm with the same definition of P_mem, P_full and R_M (against the history, over all answer tokens, without filter),
 whatever the arm was trained with. Intervals are Student's t over seeds, those of differences over pairs of seeds.
 
-In the output folder: `results.jsonl` (a line per arm and seed), `tables.md`, `learning.json`; in the folder of each run
-`result.json`, which is made again from the dumps if it is deleted. A run of 100 steps leaves about 40 MB of dumps.
+In the output folder (that of a part in a folder of its name within): `results.jsonl` (a line per arm and seed),
+`tables.md`, `learning.json`; in the folder of each run `result.json`, which is made again from the dumps if it is deleted. A run of 100 steps leaves about 40 MB of dumps.
 """
 
 import argparse
@@ -36,7 +37,7 @@ import signal
 import sys
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ KEYS = {
     "the suite": {"recipes", "settings", "seeds", "cold_starts", "evaluations", "window", "levels", "reference", "regimes", "arms"},
     "a regime": {"arms", "seconds", "test_village", *SCRIPTS},
     "an arm": {"seeds", "sft", "train", "evaluate"},
+    "a part": {"part_of", "seeds", "regimes", "arms"},
 }  # fmt: skip
 
 
@@ -92,6 +94,8 @@ class Suite:
             its `seeds`, if others.
         settings (`dict[str, dict]`, *optional*):
             Changes to the recipes in all regimes.
+        part_of (`str`, *optional*):
+            The suite whose runs these are, if it is a part of another one.
     """
 
     recipes: dict[str, str]
@@ -104,11 +108,16 @@ class Suite:
     regimes: dict[str, dict]
     arms: dict[str, dict]
     settings: dict[str, dict] = field(default_factory=dict)
+    part_of: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Suite":
         """Read and check a suite."""
         values = read_recipe(str(path))
+        if "part_of" in values:
+            if values.keys() != KEYS["a part"]:
+                raise ValueError(f"{path}: a part of a suite has {sorted(KEYS['a part'])}, not {sorted(values)}.")
+            return cls.read(find_suite(values["part_of"])).select(**values)
         tables = [("the suite", {"": values}), ("a regime", values.get("regimes")), ("an arm", values.get("arms"))]
         for what, entries in tables:
             for name, entry in (entries or {}).items():
@@ -128,6 +137,30 @@ class Suite:
             if value < 1:
                 raise ValueError(f"{path}: `{name}` is {value}, expected at least 1.")
         return suite
+
+    def select(self, part_of: str, regimes: list[str], arms: list[str], seeds: list[int]) -> "Suite":
+        """Some of the runs of this suite."""
+        for what, chosen, known in (
+            ("regime", regimes, self.regimes),
+            ("arm", arms, self.arms),
+            ("seed", seeds, self.seeds),
+        ):
+            if unknown := set(chosen) - set(known):
+                raise ValueError(f"the suite {part_of!r} has no {what} {sorted(unknown)}; it has {sorted(known)}.")
+        return replace(
+            self,
+            part_of=part_of,
+            regimes={
+                name: {**regime, "arms": [arm for arm in regime.get("arms", self.arms) if arm in arms]}
+                for name, regime in self.regimes.items()
+                if name in regimes
+            },
+            arms={
+                name: {**arm, "seeds": [seed for seed in arm.get("seeds", self.seeds) if seed in seeds]}
+                for name, arm in self.arms.items()
+                if name in arms
+            },
+        )
 
     def arguments(self, script: str, regime: str, arm: str | None = None) -> dict[str, Any]:
         """The changes to a recipe: those of the suite, of the regime and of the arm, the later ones winning."""
@@ -297,7 +330,7 @@ def make_results(plan: Plan, task: Task) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="quick", help="name of a suite, or a YAML file")
-    parser.add_argument("--output_dir", help="out/learning/<suite> if not given")
+    parser.add_argument("--output_dir", help="out/learning/<suite> if not given, with the suite that a part is of")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="commands at a time, one thread each")
     parser.add_argument("--regimes", nargs="+", help="only these")
     parser.add_argument("--arms", nargs="+", help="only these")
@@ -311,8 +344,9 @@ def main() -> int:
     with ExitStack() as stack:
         try:
             path = find_suite(args.suite)
-            folder = Path(args.output_dir or f"out/learning/{path.stem}")
-            plan = Plan(Suite.read(path), folder, args.regimes, args.arms)
+            suite = Suite.read(path)
+            folder = Path(args.output_dir or f"out/learning/{suite.part_of or path.stem}")
+            plan = Plan(suite, folder, args.regimes, args.arms)
             if args.dry_run:
                 for task in plan.tasks.values():
                     state = "" if task.read_done() is None else "  # finished"
@@ -330,8 +364,10 @@ def main() -> int:
             failed = run_tasks(list(plan.tasks.values()), args.jobs, lock, lambda task: make_results(plan, task))
     results = read_results(plan.runs)
     if results:
-        print(write_results(plan.folder, results, plan.suite, vars(args) | {"suite": str(path)}))
-        print(f"{len(results)} of {len(plan.runs)} runs are finished. Figures: {plan.folder}/results.jsonl, tables.md")
+        reports = folder / path.stem if suite.part_of else folder
+        reports.mkdir(exist_ok=True)
+        print(write_results(reports, results, suite, vars(args) | {"suite": str(path)}))
+        print(f"{len(results)} of {len(plan.runs)} runs are finished. Figures: {reports}/results.jsonl, tables.md")
     if failed:
         print(f"{len(failed)} tasks failed: {', '.join(task.name for task in failed)}. The same command tries again.")
     return 1 if failed else 0

@@ -144,7 +144,7 @@ def test_arms_differ_by_what_the_suite_says(tmp_path, in_repository):
 @pytest.mark.parametrize("name", ["quick", "full"])
 def test_commands_of_the_suites_are_parsed(name, in_repository, monkeypatch):
     """Every option of every arm in every regime is known to its script, and its value is accepted."""
-    plan = learning.Plan(learning.Suite.read(learning.find_suite(name)), Path("out/learning") / name)
+    plan = learning.Plan(learning.Suite.read(learning.find_suite(name)), Path("out/learning/full"))
     parsers = {
         "sft": sft.make_parser(),
         "train": train.make_parser(),
@@ -173,7 +173,8 @@ def test_commands_of_the_suites_are_parsed(name, in_repository, monkeypatch):
 def test_suites_hold_the_study(in_repository):
     """Quick: two regimes, four arms, three seeds. Full: the four regimes, λ of 0, 0.3 and 1 with each of the filters."""
     quick, full = (learning.Suite.read(learning.find_suite(name)) for name in ("quick", "full"))
-    assert (len(quick.regimes), len(quick.arms), len(quick.seeds)) == (2, 4, 3)
+    assert (len(quick.regimes), len(quick.arms)) == (2, 4)
+    assert all(arm["seeds"] == [0, 1, 2] for arm in quick.arms.values())
     assert set(full.regimes) == {"dense", "noisy", "sparse", "long"} and len(full.seeds) == 5
     settings = [full.arguments("train", "dense", arm) for arm in full.arms]
     weighted = {(s["memory_advantage_weight"], s["memory_token_filter"]) for s in settings}
@@ -184,6 +185,38 @@ def test_suites_hold_the_study(in_repository):
     assert {s.get("context") for s in settings} == {None, "full"}
     assert {s.get("memory_credit") for s in settings} == {None, "successful"}
     assert settings[0]["memory_advantage_weight"] == 0.0 and full.reference == "grpo"
+
+
+def test_a_part_of_a_suite_is_the_same_runs(in_repository):
+    """Task by task the commands of the whole, so that the whole goes on from what its part has done."""
+    quick, full = (
+        learning.Plan(learning.Suite.read(learning.find_suite(name)), Path("out/learning/full"))
+        for name in ("quick", "full")
+    )
+    assert quick.tasks.items() <= full.tasks.items()
+    runs = {(run.regime, run.arm, run.seed) for run in quick.runs}
+    arms = ("grpo", "paper", "unfiltered", "previous")
+    assert runs == {(regime, arm, seed) for regime in ("dense", "noisy") for arm in arms for seed in range(3)}
+    assert {run.cold_start for run in quick.runs} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"regimes": ["typo"]}, "the suite 'full' has no regime .'typo'."),
+        ({"arms": ["typo"]}, "the suite 'full' has no arm .'typo'."),
+        ({"seeds": [77]}, "the suite 'full' has no seed .77."),
+        ({"levels": [0.5]}, "a part of a suite has .*not .*'levels'"),
+        ({"part_of": "typo"}, "there is no suite"),
+    ],
+)
+def test_wrong_parts(tmp_path, in_repository, change, message):
+    """A part can choose, and change nothing."""
+    part = {"part_of": "full", "regimes": ["dense"], "arms": ["grpo"], "seeds": [0]}
+    path = tmp_path / "part.yaml"
+    path.write_text(yaml.safe_dump(part | change))
+    with pytest.raises(ValueError, match=message):
+        learning.Suite.read(path)
 
 
 def test_reward_of_the_sparse_regime(in_repository, monkeypatch):
@@ -504,8 +537,8 @@ def test_dry_run(in_repository, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", given)
     assert learning.main() == 0
     *commands, last = capsys.readouterr().out.splitlines()
-    assert len(commands) == 2 * (1 + 1 + 1) + 24 * 2 and all(
+    assert len(commands) == 2 * 2 * (1 + 1 + 1) + 24 * 2 and all(
         line.startswith("OMP_NUM_THREADS=1 python -m") for line in commands
     )
-    assert "24 runs in 54 tasks, 54 of them not finished" in last
+    assert "24 runs in 60 tasks, 60 of them not finished" in last
     assert not (tmp_path / "out").exists()
