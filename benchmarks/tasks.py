@@ -111,7 +111,11 @@ def only_study(folder: Path) -> Iterator[TextIO]:
 
 
 def run_tasks(
-    tasks: Sequence[Task], jobs: int, lock: TextIO, on_done: Callable[[Task], None] = lambda task: None
+    tasks: Sequence[Task],
+    jobs: int,
+    lock: TextIO,
+    on_done: Callable[[Task], None] = lambda task: None,
+    threads: int = 1,
 ) -> list[Task]:
     """
     Run what is not finished, in the given order as far as the needs allow, `jobs` commands at a time.
@@ -120,11 +124,13 @@ def run_tasks(
         tasks (`Sequence[Task]`):
             The tasks; those that one needs come before it.
         jobs (`int`):
-            Commands at a time, each with one thread.
+            Commands at a time.
         lock (`TextIO`):
             What [`only_study`] gave.
         on_done (`Callable`, *optional*):
             Called with each task that has just finished.
+        threads (`int`, *optional*, defaults to `1`):
+            Threads of each command.
 
     Returns:
         `list[Task]`: Those that failed. What needs one of them is not run, everything else is.
@@ -158,7 +164,7 @@ def run_tasks(
             ready = [task for task in waiting if all(needed.name in finished for needed in task.needs)]
             for task in ready[: jobs - len(running)]:
                 waiting.remove(task)
-                running[_start(task, lock)] = task, time.monotonic()
+                running[_start(task, lock, threads)] = task, time.monotonic()
             if not running:
                 return failed
             time.sleep(0.1)
@@ -169,18 +175,18 @@ def run_tasks(
             process.wait()
 
 
-def _start(task: Task, lock: TextIO) -> subprocess.Popen:
-    """Start a command with one thread, in a process group that can be ended as a whole."""
+def _start(task: Task, lock: TextIO, threads: int) -> subprocess.Popen:
+    """Start a command with so many threads, in a process group that can be ended as a whole."""
     shutil.rmtree(task.folder, ignore_errors=True)
     task.folder.mkdir(parents=True)
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    of_threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     with open(task.folder / LOG, "w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, *task.command],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **threads, "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, **of_threads, "TOKENIZERS_PARALLELISM": "false"},
             pass_fds=(lock.fileno(),),
             start_new_session=True,
         )
