@@ -55,10 +55,13 @@ def test_what_is_finished_is_not_run_again(tmp_path):
 
 
 def test_commands_have_one_thread(tmp_path):
-    """What a command prints is in its log, and it runs with one thread."""
+    """What a command prints is in its log, and it runs with one thread, or as many as it is given."""
     task = task_of(tmp_path, "a", "import os; print(os.environ['OMP_NUM_THREADS'])")
     run_all(tmp_path, task)
     assert (task.folder / "log.txt").read_text() == "1\n"
+    (task.folder / "done.json").unlink()
+    run_all(tmp_path, task, threads=3)
+    assert (task.folder / "log.txt").read_text() == "3\n"
 
 
 def test_commands_hold_the_lock(tmp_path):
