@@ -80,6 +80,8 @@ SEQUENCES = {1: 1.8, 2: 3.5}
 """Training sequences of a scripted rollout, by number of objectives."""
 QUESTION = {1: 3.0, 2: 4.0, 4: 8.0}
 """Seconds of a question in an evaluation, by number of objectives."""
+BASE_QUESTION = 1.0
+"""The base model ends after a turn."""
 
 
 class Plan:
@@ -168,7 +170,7 @@ class Plan:
             for k, task in self.test.items():
                 arguments = {"model_name_or_path": model, "dataset_name": task.folder / FILES["data"], **self.play}
                 arguments |= {"max_questions": self.args.questions, "context": context}
-                seconds = self.args.questions * QUESTION[k]
+                seconds = self.args.questions * (BASE_QUESTION if name == "base" else QUESTION[k])
                 folder = f"evaluations/{name}_{context}_{k}"
                 self.evaluations[name, context, k] = self._add(folder, "evaluate", arguments, [*made, task], seconds)
 
