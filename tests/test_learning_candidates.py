@@ -72,8 +72,8 @@ def test_hindsight_filter():
     # A rollout that does not count leaves the mean outcome at 0.25.
     filtered = candidates.hindsight_filter(rewards, torch.tensor([NAN, 0.0, 0.5]))
     assert filtered[:, 1:].tolist() == [pytest.approx(row) for row in [[0.3, 0.3], [0.1, 0.3], [0.3, 0.3]]]
-    for outcomes in ([1 / 3] * 3, [NAN] * 3):
-        filtered = candidates.hindsight_filter(rewards, torch.tensor(outcomes))
+    for outcomes in ([1 / 3] * 8, [NAN] * 8):  # the mean of eight thirds is not a third
+        filtered = candidates.hindsight_filter(torch.tensor([[0.2, 0.4]] * 8), torch.tensor(outcomes))
         assert filtered.unique().tolist() == pytest.approx([0.3])
 
 
@@ -81,11 +81,11 @@ def test_hindsight(monkeypatch):
     """The outcome is the exact match of the answer, taken within the group; an excluded rollout has none."""
     played = [
         *(rollout([None, 0.5, 0.1]), rollout([None, 0.2, 0.4], answer="dog"), rollout([None, None], answer="dog")),
-        *(rollout([None, 0.9], "r", answer="dog"), rollout([None, 0.1], "r", answer=None)),
+        *(rollout([None, 0.9], "r", answer="dog"), rollout([None, 0.1], "r", answer=None), rollout([None], "r")),
     ]
-    rewards = rewarded(monkeypatch, candidates.HindsightMemoryReward(), *played, exclude=[2])
-    # Group q: mean reward 0.3. Group r: both wrong, so both get their mean 0.5.
-    expected = [[0.5, 0.3], [0.2, 0.3], [None], [0.5], [0.5]]
+    rewards = rewarded(monkeypatch, candidates.HindsightMemoryReward(), *played, exclude=[5])
+    # Group q: mean reward 0.3. Group r: all that count are wrong, and get their mean 0.5.
+    expected = [[0.5, 0.3], [0.2, 0.3], [None], [0.5], [0.5], []]
     for row, of_turns in zip(rewards, expected, strict=True):
         assert row[0] is None and row[1:] == pytest.approx(of_turns)
 
