@@ -91,10 +91,10 @@ def test_hindsight(monkeypatch):
 
 
 def test_costly(monkeypatch):
-    """Each token of the memory block costs 0.002, where the turn has a memory reward."""
+    """Each token of the memory block costs 0.005, where the turn has a memory reward."""
     played = [rollout([None, 0.5], tokens=10), rollout([None, 0.5], tokens=60)]
     rewards = rewarded(monkeypatch, candidates.CostlyMemoryReward(), *played)
-    assert rewards[0] == [None, pytest.approx(0.5 - 0.02)] and rewards[1] == [None, pytest.approx(0.5 - 0.12)]
+    assert rewards[0] == [None, pytest.approx(0.5 - 0.05)] and rewards[1] == [None, pytest.approx(0.5 - 0.3)]
 
 
 class AnnealedGiven(candidates.AnnealedMemoryReward, GivenMemoryRewards):
