@@ -59,7 +59,7 @@ SCRIPTS = {
 
 KEYS = {
     "the suite": {"recipes", "settings", "seeds", "cold_starts", "evaluations", "window", "levels", "reference", "regimes", "arms"},
-    "a regime": {"arms", "seconds", "test_village", *SCRIPTS},
+    "a regime": {"arms", "seconds", "test_village", "world", *SCRIPTS},
     "an arm": {"seeds", "sft", "train", "evaluate"},
     "a part": {"part_of", "seeds", "regimes", "arms"},
 }  # fmt: skip
@@ -87,7 +87,8 @@ class Suite:
             The arm that others are compared with.
         regimes (`dict[str, dict]`):
             Per regime its changes to the recipes by script; `test_village`, changes of the village for the held-out
-            questions; `arms`, if not all of them; `seconds` of a core that a `cold_start`, the `startup` of a training, a
+            questions; `world`, another regime whose villages, cold starts and evaluation it shares, so that only the
+            training differs; `arms`, if not all of them; `seconds` of a core that a `cold_start`, the `startup` of a training, a
             `step` and an `evaluation` take, for the estimate.
         arms (`dict[str, dict]`):
             Per arm its changes to the recipes of `sft` (it then has a cold start of its own), `train` and `evaluate`, and
@@ -128,8 +129,18 @@ class Suite:
             raise ValueError(f"{path}: the suite lacks {sorted(missing)}.")
         if missing := set(SCRIPTS) - set(values["recipes"]):
             raise ValueError(f"{path}: `recipes` lacks {sorted(missing)}.")
-        values["arms"] = {name: arm or {} for name, arm in values["arms"].items()}
+        for kind in ("regimes", "arms"):
+            values[kind] = {name: entry or {} for name, entry in values[kind].items()}
         suite = cls(**values)
+        for name, regime in suite.regimes.items():
+            if (world := regime.get("world")) is None:
+                continue
+            if world not in suite.regimes or "world" in suite.regimes[world]:
+                raise ValueError(
+                    f"{path}: the world of the regime {name!r} is {world!r}, which is no regime with its own."
+                )
+            if own := {"village", "sft", "evaluate", "test_village"} & set(regime):
+                raise ValueError(f"{path}: the regime {name!r} has {sorted(own)} and shares the world of {world!r}.")
         named = {suite.reference, *(arm for regime in suite.regimes.values() for arm in regime.get("arms", []))}
         if unknown := named - set(suite.arms):
             raise ValueError(f"{path}: there is no arm {sorted(unknown)}; the arms are {sorted(suite.arms)}.")
@@ -147,6 +158,8 @@ class Suite:
         ):
             if unknown := set(chosen) - set(known):
                 raise ValueError(f"the suite {part_of!r} has no {what} {sorted(unknown)}; it has {sorted(known)}.")
+        if missing := {self.regimes[name].get("world", name) for name in regimes} - set(regimes):
+            raise ValueError(f"the regimes {sorted(regimes)} need the worlds of {sorted(missing)}; choose them too.")
         return replace(
             self,
             part_of=part_of,
@@ -233,12 +246,13 @@ class Plan:
         k = index % suite.cold_starts
         seconds = dict.fromkeys(("cold_start", "startup", "step", "evaluation"), 0.0)
         seconds |= suite.regimes[regime].get("seconds", {})
-        world = self.folder / "worlds" / regime / str(k)
+        home = suite.regimes[regime].get("world", regime)
+        world = self.folder / "worlds" / home / str(k)
 
-        of_village = {**suite.arguments("village", regime), "seed": k}
+        of_village = {**suite.arguments("village", home), "seed": k}
         village = self._add("village", world / "village", of_village, (), 10.0)
         questions = village
-        if of_test := suite.regimes[regime].get("test_village"):
+        if of_test := suite.regimes[home].get("test_village"):
             # The same people and facts; only the test split of this one is used.
             of_test = {**of_village, "num_train": 1, "num_rollouts": 1, "num_practice_villages": 1, **of_test}
             questions = self._add("village", world / "test_village", of_test, (), 10.0)
@@ -249,7 +263,7 @@ class Plan:
 
         of_sft = {
             "num_cpu_threads_per_process": 1,
-            **suite.arguments("sft", regime, arm),
+            **suite.arguments("sft", home, arm),
             "model_name_or_path": str(village.folder / "model"),
             "rollouts": str(village.folder / "rollouts.jsonl"),
             "seed": k,
@@ -258,7 +272,7 @@ class Plan:
 
         def evaluate(model: Path, folder: Path, made_by: Task) -> Task:
             arguments = {
-                **suite.arguments("evaluate", regime, arm),
+                **suite.arguments("evaluate", home, arm),
                 "model_name_or_path": str(model),
                 "dataset_name": str(questions.folder / "test.jsonl"),
                 "corpus_path": str(village.folder / "corpus.jsonl"),

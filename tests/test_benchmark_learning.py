@@ -141,6 +141,19 @@ def test_arms_differ_by_what_the_suite_says(tmp_path, in_repository):
     assert evaluation["--model_name_or_path"][0].endswith("checkpoint-2")
 
 
+def test_regimes_share_a_world(tmp_path, in_repository):
+    """The same questions, cold start and evaluations, with the settings of the regime whose they are; another training."""
+    rewards = {"world": "plain", "train": {"reward_funcs": ["f1"]}, "seconds": {"cold_start": 7}}
+    plain = SUITE["regimes"]["plain"] | {"sft": {"num_train_epochs": 3}}
+    plan = plan_of(tmp_path, SUITE | {"regimes": {"plain": plain, "other": rewards}})
+    runs = {(run.regime, run.arm, run.seed): run for run in plan.runs}
+    first, second = runs["plain", "paper", 0], runs["other", "paper", 0]
+    assert second.village is first.village and second.evaluations[0] is first.evaluations[0]
+    assert second.train.needs == first.train.needs and second.train.needs[0].seconds == 100
+    ours, theirs = options(second.train.command), options(first.train.command)
+    assert {name for name in ours if ours[name] != theirs.get(name)} == {"--reward_funcs", "--output_dir"}
+
+
 @pytest.mark.parametrize("name", ["quick", "full"])
 def test_commands_of_the_suites_are_parsed(name, in_repository, monkeypatch):
     """Every option of every arm in every regime is known to its script, and its value is accepted."""
@@ -171,11 +184,11 @@ def test_commands_of_the_suites_are_parsed(name, in_repository, monkeypatch):
 
 
 def test_suites_hold_the_study(in_repository):
-    """Quick: two regimes, four arms, three seeds. Full: the four regimes, λ of 0, 0.3 and 1 with each of the filters."""
+    """Quick: two regimes, four arms, three seeds. Full: the regimes, λ of 0, 0.3 and 1 with each of the filters."""
     quick, full = (learning.Suite.read(learning.find_suite(name)) for name in ("quick", "full"))
     assert (len(quick.regimes), len(quick.arms)) == (2, 4)
     assert all(arm["seeds"] == [0, 1, 2] for arm in quick.arms.values())
-    assert set(full.regimes) == {"dense", "noisy", "sparse", "long"} and len(full.seeds) == 5
+    assert set(full.regimes) == {"dense", "noisy", "sparse"} and len(full.seeds) == 5
     settings = [full.arguments("train", "dense", arm) for arm in full.arms]
     weighted = {(s["memory_advantage_weight"], s["memory_token_filter"]) for s in settings}
     filters = ("independent", "joint", "history", "none")
@@ -241,6 +254,9 @@ def test_reward_of_the_sparse_regime(in_repository, monkeypatch):
         ({"arms": {"grpo": {"lr": 1}}}, "an arm 'grpo' has .'lr'."),
         ({"reference": "sft"}, "no arm .'sft'."),
         ({"regimes": {"plain": {"arms": ["typo"]}}}, "no arm .'typo'."),
+        ({"regimes": {"plain": {"world": "typo"}}}, "the world of the regime 'plain' is 'typo'"),
+        ({"regimes": {"a": None, "b": {"world": "a"}, "c": {"world": "b"}}}, "the world of the regime 'c' is 'b'"),
+        ({"regimes": {"a": None, "b": {"world": "a", "sft": {}}}}, "the regime 'b' has .'sft'. and shares the world"),
         ({"cold_starts": 0}, "`cold_starts` is 0"),
         ({"evaluations": 3}, "`max_steps` 4, which can't be cut into 3"),
         ({"settings": {"train": {"max_steps": 4, "report_to": None}}}, "`report_to` is None"),
