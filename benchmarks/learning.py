@@ -205,20 +205,28 @@ class Plan:
             What is to be done.
         folder (`Path`):
             Where everything goes.
-        regimes (`list[str]`, *optional*), arms (`list[str]`, *optional*):
+        regimes (`list[str]`, *optional*), arms (`list[str]`, *optional*), only_seeds (`list[int]`, *optional*):
             Only these.
     """
 
-    def __init__(self, suite: Suite, folder: Path, regimes: list[str] | None = None, arms: list[str] | None = None):
+    def __init__(
+        self,
+        suite: Suite,
+        folder: Path,
+        regimes: list[str] | None = None,
+        arms: list[str] | None = None,
+        only_seeds: list[int] | None = None,
+    ):
         self.suite, self.folder = suite, folder
         self.tasks: dict[str, Task] = {}
         self.runs: list[Run] = []
-        for kind, given, known in (("regime", regimes, suite.regimes), ("arm", arms, suite.arms)):
+        seeds = sorted({seed for arm in suite.arms.values() for seed in arm.get("seeds", suite.seeds)})
+        chosen = (("regime", regimes, suite.regimes), ("arm", arms, suite.arms), ("seed", only_seeds, seeds))
+        for kind, given, known in chosen:
             if unknown := set(given or []) - set(known):
                 raise ValueError(f"there is no {kind} {sorted(unknown)}; the {kind}s are {sorted(known)}.")
-        seeds = sorted({seed for arm in suite.arms.values() for seed in arm.get("seeds", suite.seeds)})
         # All arms of a seed before the next seed: what a study that is stopped early has, can be compared.
-        for seed in seeds:
+        for seed in seeds if only_seeds is None else sorted(only_seeds):
             for regime, settings in suite.regimes.items():
                 for arm in settings.get("arms", suite.arms):
                     wanted = (regimes is None or regime in regimes) and (arms is None or arm in arms)
@@ -348,6 +356,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="commands at a time, one thread each")
     parser.add_argument("--regimes", nargs="+", help="only these")
     parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--seeds", nargs="+", type=int, help="only these")
     parser.add_argument("--dry_run", action="store_true", help="print the commands and the estimate")
     parser.add_argument("--report_only", action="store_true", help="tables of what is finished, also while it runs")
     args = parser.parse_args()
@@ -360,7 +369,7 @@ def main() -> int:
             path = find_suite(args.suite)
             suite = Suite.read(path)
             folder = Path(args.output_dir or f"out/learning/{suite.part_of or path.stem}")
-            plan = Plan(suite, folder, args.regimes, args.arms)
+            plan = Plan(suite, folder, args.regimes, args.arms, args.seeds)
             if args.dry_run:
                 for task in plan.tasks.values():
                     state = "" if task.read_done() is None else "  # finished"

@@ -110,6 +110,7 @@ def test_plan(tmp_path, in_repository):
         seen.add(task.name)
     # `plain` alone: 4 cold starts and their evaluations, 7 trainings of 4 steps, 14 evaluations, 2 villages of 10 s.
     only = plan_of(tmp_path, regimes=["plain"])
+    assert {run.seed for run in plan_of(tmp_path, only_seeds=[1]).runs} == {1}
     assert only.seconds() == 4 * (100 + 10) + 7 * (3 + 4 * 2 + 2 * 10) + 2 * 10
 
 
@@ -273,6 +274,8 @@ def test_wrong_choices(tmp_path, in_repository):
     """Names on the command line that are in no suite."""
     with pytest.raises(ValueError, match=r"no arm \['typo'\]; the arms are"):
         plan_of(tmp_path, arms=["typo"])
+    with pytest.raises(ValueError, match=r"no seed \[7\]; the seeds are \[0, 1\]"):
+        plan_of(tmp_path, only_seeds=[7])
     with pytest.raises(ValueError, match="no suite"):
         learning.find_suite("typo")
 
