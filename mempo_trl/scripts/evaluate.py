@@ -199,7 +199,8 @@ def main(args: EvaluateArguments, model_args: ModelConfig, retrieval_args: Retri
 
         def on_record(record: dict) -> None:
             running.add(record)
-            bar.set_postfix(em=f"{running.exact_match:.3f}", tokens=f"{running.tokens:.0f}", failed=running.failed)
+            so_far = dict(em=f"{running.exact_match:.3f}", tokens=f"{running.tokens:.0f}", failed=running.failed)
+            bar.set_postfix(so_far, refresh=False)
             bar.update()
 
         play_questions(
