@@ -59,7 +59,7 @@ SCRIPTS = {
 
 KEYS = {
     "the suite": {"recipes", "settings", "seeds", "cold_starts", "evaluations", "window", "levels", "reference", "regimes", "arms"},
-    "a regime": {"arms", "seconds", "test_village", "world", *SCRIPTS},
+    "a regime": {"arms", "seconds", "test_village", "world", "start", *SCRIPTS},
     "an arm": {"seeds", "sft", "train", "evaluate"},
     "a part": {"part_of", "seeds", "regimes", "arms"},
 }  # fmt: skip
@@ -88,7 +88,8 @@ class Suite:
         regimes (`dict[str, dict]`):
             Per regime its changes to the recipes by script; `test_village`, changes of the village for the held-out
             questions; `world`, another regime whose villages, cold starts and evaluation it shares, so that only the
-            training differs; `arms`, if not all of them; `seconds` of a core that a `cold_start`, the `startup` of a training, a
+            training differs; `start`, another regime whose cold starts its own ones start from, among the same people;
+            `arms`, if not all of them; `seconds` of a core that a `cold_start`, the `startup` of a training, a
             `step` and an `evaluation` take, for the estimate.
         arms (`dict[str, dict]`):
             Per arm its changes to the recipes of `sft` (it then has a cold start of its own), `train` and `evaluate`, and
@@ -133,14 +134,14 @@ class Suite:
             values[kind] = {name: entry or {} for name, entry in values[kind].items()}
         suite = cls(**values)
         for name, regime in suite.regimes.items():
-            if (world := regime.get("world")) is None:
-                continue
-            if world not in suite.regimes or "world" in suite.regimes[world]:
-                raise ValueError(
-                    f"{path}: the world of the regime {name!r} is {world!r}, which is no regime with its own."
-                )
-            if own := {"village", "sft", "evaluate", "test_village"} & set(regime):
-                raise ValueError(f"{path}: the regime {name!r} has {sorted(own)} and shares the world of {world!r}.")
+            for key, without in (("world", {"world"}), ("start", {"world", "start"})):
+                other = suite.regimes.get(regime.get(key))
+                if key in regime and (other is None or without & set(other)):
+                    raise ValueError(
+                        f"{path}: the {key} of the regime {name!r} is {regime[key]!r}; expected a regime with its own."
+                    )
+            if "world" in regime and (own := {"village", "sft", "evaluate", "test_village", "start"} & set(regime)):
+                raise ValueError(f"{path}: the regime {name!r} has {sorted(own)} and the world of another.")
         named = {suite.reference, *(arm for regime in suite.regimes.values() for arm in regime.get("arms", []))}
         if unknown := named - set(suite.arms):
             raise ValueError(f"{path}: there is no arm {sorted(unknown)}; the arms are {sorted(suite.arms)}.")
@@ -158,8 +159,9 @@ class Suite:
         ):
             if unknown := set(chosen) - set(known):
                 raise ValueError(f"the suite {part_of!r} has no {what} {sorted(unknown)}; it has {sorted(known)}.")
-        if missing := {self.regimes[name].get("world", name) for name in regimes} - set(regimes):
-            raise ValueError(f"the regimes {sorted(regimes)} need the worlds of {sorted(missing)}; choose them too.")
+        needed = {self.regimes[name].get(key, name) for name in regimes for key in ("world", "start")}
+        if missing := needed - set(regimes):
+            raise ValueError(f"the regimes {sorted(regimes)} start from {sorted(missing)}; choose them too.")
         return replace(
             self,
             part_of=part_of,
@@ -179,6 +181,11 @@ class Suite:
         """The changes to a recipe: those of the suite, of the regime and of the arm, the later ones winning."""
         of_arm = {} if arm is None else self.arms[arm].get(script) or {}
         return {**self.settings.get(script, {}), **(self.regimes[regime].get(script) or {}), **of_arm}
+
+    def seconds(self, regime: str) -> dict[str, float]:
+        """What the parts of a run take in a regime; 0 where the suite does not say."""
+        parts = dict.fromkeys(("cold_start", "startup", "step", "evaluation"), 0.0)
+        return parts | (self.regimes[regime].get("seconds") or {})
 
     def recipe(self, script: str) -> Path:
         """The recipe of a script."""
@@ -248,35 +255,45 @@ class Plan:
             self.tasks[name] = Task(name, folder, (*SCRIPTS[script], *words), needs, (recipe,), seconds)
         return self.tasks[name]
 
+    def _add_village(self, regime: str, k: int) -> Task:
+        """The village of a regime with its world of its own: people, facts, questions, scripted rollouts."""
+        arguments = {**self.suite.arguments("village", regime), "seed": k}
+        return self._add("village", self.folder / "worlds" / regime / str(k) / "village", arguments, (), 10.0)
+
+    def _add_cold_start(self, regime: str, arm: str, k: int) -> Task:
+        """The cold start of such a regime, from an untrained model or from that of another regime."""
+        suite, village = self.suite, self._add_village(regime, k)
+        start = suite.regimes[regime].get("start")
+        before = village if start is None else self._add_cold_start(start, arm, k)
+        arguments = {
+            "num_cpu_threads_per_process": 1,
+            **suite.arguments("sft", regime, arm),
+            "model_name_or_path": str(village.folder / "model" if start is None else before.folder),
+            "rollouts": str(village.folder / "rollouts.jsonl"),
+            "seed": k,
+        }
+        folder = village.folder.parent / f"cold_start{self._own(arm, 'sft')}"
+        needs = (village,) if start is None else (village, before)
+        return self._add("sft", folder, arguments, needs, suite.seconds(regime)["cold_start"])
+
+    def _own(self, arm: str, *scripts: str) -> str:
+        """End of the name of a folder: an arm whose cold start differs from the regime's has one of its own."""
+        return f"_{arm}" if any(self.suite.arms[arm].get(script) for script in scripts) else ""
+
     def _add_run(self, regime: str, arm: str, seed: int) -> None:
         suite = self.suite
         index = suite.seeds.index(seed) if seed in suite.seeds else seed
         k = index % suite.cold_starts
-        seconds = dict.fromkeys(("cold_start", "startup", "step", "evaluation"), 0.0)
-        seconds |= suite.regimes[regime].get("seconds", {})
         home = suite.regimes[regime].get("world", regime)
-        world = self.folder / "worlds" / home / str(k)
-
-        of_village = {**suite.arguments("village", home), "seed": k}
-        village = self._add("village", world / "village", of_village, (), 10.0)
-        questions = village
+        seconds = suite.seconds(regime)
+        village = questions = self._add_village(home, k)
+        world = village.folder.parent
         if of_test := suite.regimes[home].get("test_village"):
             # The same people and facts; only the test split of this one is used.
-            of_test = {**of_village, "num_train": 1, "num_rollouts": 1, "num_practice_villages": 1, **of_test}
+            of_test = {"num_train": 1, "num_rollouts": 1, "num_practice_villages": 1, **of_test}
+            of_test = {**suite.arguments("village", home), "seed": k, **of_test}
             questions = self._add("village", world / "test_village", of_test, (), 10.0)
-
-        # An arm whose cold start differs from the regime's has one of its own, and so has its evaluation.
-        def own(*scripts: str) -> str:
-            return f"_{arm}" if any(suite.arms[arm].get(script) for script in scripts) else ""
-
-        of_sft = {
-            "num_cpu_threads_per_process": 1,
-            **suite.arguments("sft", home, arm),
-            "model_name_or_path": str(village.folder / "model"),
-            "rollouts": str(village.folder / "rollouts.jsonl"),
-            "seed": k,
-        }
-        cold_start = self._add("sft", world / f"cold_start{own('sft')}", of_sft, (village,), seconds["cold_start"])
+        cold_start = self._add_cold_start(home, arm, k)
 
         def evaluate(model: Path, folder: Path, made_by: Task) -> Task:
             arguments = {
@@ -288,7 +305,7 @@ class Plan:
             }
             return self._add("evaluate", folder, arguments, (made_by, questions), seconds["evaluation"])
 
-        start = evaluate(cold_start.folder, world / f"evaluation{own('sft', 'evaluate')}", cold_start)
+        start = evaluate(cold_start.folder, world / f"evaluation{self._own(arm, 'sft', 'evaluate')}", cold_start)
         of_train = suite.arguments("train", regime, arm)
         steps = of_train.get("max_steps", read_recipe(str(suite.recipe("train"))).get("max_steps", 0))
         if steps < 1 or steps % suite.evaluations:

@@ -155,6 +155,23 @@ def test_regimes_share_a_world(tmp_path, in_repository):
     assert {name for name in ours if ours[name] != theirs.get(name)} == {"--reward_funcs", "--output_dir"}
 
 
+def test_regimes_start_from_another(tmp_path, in_repository):
+    """A cold start on top of that of another regime with the same people; an arm with its own has both of its own."""
+    plain = SUITE["regimes"]["plain"]
+    worse = {"start": "plain", "village": {"memory_mistake_rate": 0.5}, "sft": {"learning_rate": 0.125}}
+    plan = plan_of(tmp_path, SUITE | {"regimes": {"plain": plain, "worse": worse | {"seconds": {"cold_start": 7}}}})
+    runs = {(run.regime, run.arm, run.seed): run for run in plan.runs}
+    first, second = (runs[regime, "paper", 1].train.needs[0] for regime in ("plain", "worse"))
+    assert second.needs == (runs["worse", "paper", 1].village, first) and second.seconds == 7
+    ours = options(second.command)
+    assert ours["--model_name_or_path"] == [str(first.folder)] and ours["--learning_rate"] == ["0.125"]
+    assert ours["--rollouts"] == [str(runs["worse", "paper", 1].village.folder / "rollouts.jsonl")]
+    assert options(second.needs[0].command)["--seed"] == options(first.needs[0].command)["--seed"] == ["1"]
+    of_full = runs["worse", "full", 1].train.needs[0]
+    assert options(of_full.command)["--context"] == options(of_full.needs[1].command)["--context"] == ["full"]
+    assert of_full.needs[1] is runs["plain", "full", 1].train.needs[0]
+
+
 @pytest.mark.parametrize("name", ["quick", "full"])
 def test_commands_of_the_suites_are_parsed(name, in_repository, monkeypatch):
     """Every option of every arm in every regime is known to its script, and its value is accepted."""
@@ -257,7 +274,9 @@ def test_reward_of_the_sparse_regime(in_repository, monkeypatch):
         ({"regimes": {"plain": {"arms": ["typo"]}}}, "no arm .'typo'."),
         ({"regimes": {"plain": {"world": "typo"}}}, "the world of the regime 'plain' is 'typo'"),
         ({"regimes": {"a": None, "b": {"world": "a"}, "c": {"world": "b"}}}, "the world of the regime 'c' is 'b'"),
-        ({"regimes": {"a": None, "b": {"world": "a", "sft": {}}}}, "the regime 'b' has .'sft'. and shares the world"),
+        ({"regimes": {"a": None, "b": {"start": "a"}, "c": {"start": "b"}}}, "the start of the regime 'c' is 'b'"),
+        ({"regimes": {"a": None, "b": {"world": "a", "sft": {}}}}, "the regime 'b' has .'sft'. and the world"),
+        ({"regimes": {"a": None, "b": {"world": "a", "start": "a"}}}, "the regime 'b' has .'start'. and the world"),
         ({"cold_starts": 0}, "`cold_starts` is 0"),
         ({"evaluations": 3}, "`max_steps` 4, which can't be cut into 3"),
         ({"settings": {"train": {"max_steps": 4, "report_to": None}}}, "`report_to` is None"),
