@@ -47,7 +47,8 @@ WAYS = {
     "trl": None,
     "full, λ=0": {"context": "full", "memory_advantage_weight": 0.0},
     "memory, λ=0": {"context": "memory", "memory_advantage_weight": 0.0},
-    "memory, λ=1": {"context": "memory", "memory_advantage_weight": 1.0},
+    # As published: the history is scored too, which `memory_baseline="previous"` saves.
+    "memory, λ=1": {"context": "memory", "memory_advantage_weight": 1.0, "memory_baseline": "history"},
 }
 PARTS = ("rollout", "memory_scoring", "logps", "train", "other")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

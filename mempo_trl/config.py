@@ -50,6 +50,10 @@ class MemPOConfig(GRPOConfig):
     > - `loss_type`: Defaults to `"grpo"` instead of `"dapo"`: one weight per rollout, shared by its tokens.
     > - `beta`: Defaults to `0.001` instead of `0.0`: KL against the reference.
     > - `learning_rate` is `1e-6` in both. `max_completion_length` limits one turn, not the rollout.
+    >
+    > The memory reward differs from the published one by default, as docs/results.md found better: the paper is
+    > `memory_advantage_weight=1.0`, `memory_token_filter="independent"`, `memory_baseline="history"`,
+    > `memory_answer="joint"` (recipes/Qwen2.5-7B-Instruct/mempo/config_paper.yaml).
 
     Args:
         > Parameters that control the rollout
@@ -91,13 +95,13 @@ class MemPOConfig(GRPOConfig):
             contexts.
         memory_prob_threshold (`float`, *optional*, defaults to `0.5`):
             τ, the probability above which an answer token counts as confident.
-        memory_token_filter (`str`, *optional*, defaults to `"independent"`):
+        memory_token_filter (`str`, *optional*, defaults to `"none"`):
             Which answer tokens count: `"independent"`, each side's own confident ones (published); `"joint"`, those
             confident on both sides; `"history"`, those that the baseline context makes confident; `"none"`, all.
-        memory_baseline (`str`, *optional*, defaults to `"history"`):
+        memory_baseline (`str`, *optional*, defaults to `"previous"`):
             What the memory is compared with: `"history"`, the full history before the turn (the paper), or
             `"previous"`, the memory of the turn before.
-        memory_answer (`str`, *optional*, defaults to `"joint"`):
+        memory_answer (`str`, *optional*, defaults to `"objectives"`):
             `"joint"`: one mean over all answer tokens (the paper). `"objectives"`: the probability of each objective,
             averaged.
         memory_credit (`str`, *optional*, defaults to `"all"`):
@@ -222,21 +226,21 @@ class MemPOConfig(GRPOConfig):
         default=0.5, metadata={"help": "Probability above which an answer token counts as confident (tau)."}
     )
     memory_token_filter: str = field(
-        default="independent",
+        default="none",
         metadata={
             "help": "Which answer tokens count: 'independent' (published), 'joint', 'history' or 'none'.",
             "choices": list(TOKEN_FILTERS),
         },
     )
     memory_baseline: str = field(
-        default="history",
+        default="previous",
         metadata={
             "help": "What a memory is compared with: the 'history' (the paper) or the 'previous' memory.",
             "choices": ["history", "previous"],
         },
     )
     memory_answer: str = field(
-        default="joint",
+        default="objectives",
         metadata={
             "help": "Answer probability over all answer tokens ('joint', the paper) or averaged over 'objectives'.",
             "choices": ["joint", "objectives"],

@@ -203,6 +203,10 @@ def config(folder, **kwargs) -> MemPOConfig:
         learning_rate=1e-3,
         max_steps=1,
         seed=0,
+        # The paper, which the expectations are derived from.
+        memory_token_filter="independent",
+        memory_baseline="history",
+        memory_answer="joint",
     )
     return MemPOConfig(**{**defaults, **kwargs})
 

@@ -118,7 +118,7 @@ def test_card_holds_the_recipe(hub, pushed):
     assert settings["`learning_rate`"] == "0.01"
     assert settings["`max_turns`"] == "2"
     assert settings["`memory_advantage_weight`"] == "1.0"
-    assert settings["`memory_baseline`"] == "history"
+    assert settings["`memory_baseline`"] == "previous"
     assert code(recipe, "text") == "Search the village.\n"
 
 
