@@ -60,6 +60,12 @@ def load_benchmark(name: str):
     return module
 
 
+@pytest.fixture
+def in_repository(monkeypatch):
+    """The working directory is the repository, which recipes and benchmarks are named from."""
+    monkeypatch.chdir(REPOSITORY)
+
+
 def byte_tokenizer(tags_are_tokens: bool = True) -> PreTrainedTokenizerFast:
     """One token per byte, one per tag, and the three tokens of ChatML; `<|im_end|>` ends a turn."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
