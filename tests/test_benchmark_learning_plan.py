@@ -149,7 +149,7 @@ def test_suites_hold_the_study(in_repository):
     quick, full = (learning.Suite.read(learning.find_suite(name)) for name in ("quick", "full"))
     assert (len(quick.regimes), len(quick.arms)) == (2, 4)
     assert all(arm["seeds"] == [0, 1, 2] for arm in quick.arms.values())
-    assert set(full.regimes) == {"dense", "noisy", "sparse"} and len(full.seeds) == 5
+    assert set(full.regimes) == {"dense", "noisy", "sparse", "long"} and len(full.seeds) == 5
     settings = [full.arguments("train", "dense", arm) for arm in full.arms]
     weighted = {(s["memory_advantage_weight"], s["memory_token_filter"]) for s in settings}
     filters = ("independent", "joint", "history", "none")
