@@ -1,6 +1,6 @@
 """
-Candidates for another memory reward, for the arms of `benchmarks/learning.py`: a recipe names one by, for example,
-`callbacks: [benchmarks.learning_candidates.CostlyMemoryReward]`. Those that don't earn their place leave again.
+A candidate for another memory reward, for the arms of `benchmarks/learning.py`: a recipe names it by
+`callbacks: [benchmarks.learning_candidates.HindsightMemoryReward]`. Candidates that don't earn their place leave again.
 
 A group here is the rollouts of this process that stand next to each other and have the same question. With several
 processes each of them has to hold whole groups. What a candidate writes is the memory reward of the logs and the
@@ -12,16 +12,8 @@ from itertools import groupby
 import torch
 
 from mempo_trl import MemoryRewardCallback
-from mempo_trl.advantages import standardize_memory_rewards
 from mempo_trl.rewards import exact_match_reward
 from mempo_trl.rollout import Rollout
-
-
-TOKEN_COST = 0.005
-"""The cost of a memory token. In the village a fact takes 4 to 6 tokens, so 0.02 to 0.03. That is a third to a half of
-the standard deviation of the memory reward within a group (0.058 in the first 20 steps of the quickstart): enough to
-decide between memories that predict the answer alike. A needed fact is worth up to 1/n with n objectives, 0.125 for the
-most that the suite trains on, so that dropping one does not pay."""
 
 
 def groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:
@@ -47,11 +39,6 @@ def write_rewards(group: list[Rollout], rewards: torch.Tensor) -> None:
                 turn.memory_reward = reward
 
 
-def standardize_per_turn(rewards: torch.Tensor) -> torch.Tensor:
-    """Standardise a group's rewards among those of the same turn: 0 where there are fewer than two or no spread. # (G, T)"""
-    return standardize_memory_rewards(rewards.T, num_generations=1).T  # a turn in place of a group
-
-
 def hindsight_filter(rewards: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
     """
     Keep the memory rewards that point where the outcome does, and put the group's mean in place of the others.
@@ -73,26 +60,6 @@ def hindsight_filter(rewards: torch.Tensor, outcomes: torch.Tensor) -> torch.Ten
     return torch.where((rewards - mean) * sign > 1e-6, rewards, mean)
 
 
-def annealed_weight(weight: float, step: int, max_steps: int) -> float:
-    """λ in a step (from 0) of a run: `weight` in the first one, `weight / max_steps` in the last one."""
-    return weight * (1 - step / max_steps)
-
-
-class TurnStandardizedMemoryReward(MemoryRewardCallback):
-    """
-    The memory reward standardised among the turns of the same index within a group, so that a turn is compared with
-    what others made of the same turn, and a reward that grows with the turn index gives no credit.
-
-    A turn index with fewer than two rewards, or without spread, gives 0. The trainer standardises over the group once
-    more, which changes little. Source: the group baseline of GRPO taken turn by turn; our own variation.
-    """
-
-    def on_rollouts_end(self, args, state, control, *, rollouts, **kwargs):
-        super().on_rollouts_end(args, state, control, rollouts=rollouts, **kwargs)
-        for group in groups_of(rollouts):
-            write_rewards(group, standardize_per_turn(rewards_of(group)))
-
-
 class HindsightMemoryReward(MemoryRewardCallback):
     """
     A hindsight filter by outcome: a rollout that ends better than its group on average keeps its memory rewards above
@@ -112,37 +79,3 @@ class HindsightMemoryReward(MemoryRewardCallback):
         for group in groups_of(rollouts):
             ends = [torch.nan if (end := next(outcomes)) is None else end for _ in group]
             write_rewards(group, hindsight_filter(rewards_of(group), torch.tensor(ends)))
-
-
-class AnnealedMemoryReward(MemoryRewardCallback):
-    """
-    The memory reward as it is, with a weight λ that falls linearly from `memory_advantage_weight` towards 0, which it
-    would reach one step after the last: the dense reward is to help at the start and leaves the end to the outcome.
-
-    Source: annealing of a shaping reward, as is common in reinforcement learning; our own variation. λ goes by the step,
-    so a resumed run has the λ of its step. The configured value is back when the training ends.
-    """
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.weight = args.memory_advantage_weight
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        args.memory_advantage_weight = annealed_weight(self.weight, state.global_step, state.max_steps)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        args.memory_advantage_weight = self.weight
-
-
-class CostlyMemoryReward(MemoryRewardCallback):
-    """
-    The memory reward minus [`TOKEN_COST`] per token of the memory block, tags included, in every turn that has one.
-
-    Source: a length penalty, as is common in reinforcement learning; our own variation.
-    """
-
-    def on_rollouts_end(self, args, state, control, *, rollouts, **kwargs):
-        super().on_rollouts_end(args, state, control, rollouts=rollouts, **kwargs)
-        for rollout in rollouts:
-            for turn in rollout.turns:
-                if turn.memory_reward is not None:
-                    turn.memory_reward -= TOKEN_COST * len(turn.memory_ids)

@@ -53,13 +53,8 @@ FILES = {"data": "questions.jsonl", "collect": "rollouts.jsonl"}
 ARMS: dict[str, dict[str, Any]] = {
     # λ = 0: GRPO over the rewritten contexts.
     "grpo": {"memory_advantage_weight": 0.0},
-    # Each memory against the one before it, objective by objective, unfiltered and with λ = 0.3.
-    "mempo": {
-        "memory_advantage_weight": 0.3,
-        "memory_token_filter": "none",
-        "memory_baseline": "previous",
-        "memory_answer": "objectives",
-    },
+    # The defaults.
+    "mempo": {},
 }
 
 TRAIN: dict[str, Any] = {

@@ -1,11 +1,10 @@
-"""The candidates for another memory reward: what each makes of the published one, by hand."""
+"""The candidate for another memory reward: what it makes of the default one, by hand."""
 
 import sys
 
 import pytest
 import torch
-from conftest import REPOSITORY, GivenMemoryRewards, call, load_benchmark, script_of, train
-from user_folder import read_lines
+from conftest import REPOSITORY, load_benchmark
 
 from mempo_trl import MemoryRewardCallback
 from mempo_trl.rollout import Rollout, Turn
@@ -16,11 +15,9 @@ candidates = load_benchmark("learning_candidates")
 NAN = torch.nan
 
 
-def rollout(rewards: list[float | None], question="q", answer="cat", tokens=4) -> tuple[Rollout, list]:
-    """A rollout whose turns have a memory block of so many tokens, with the memory rewards that the parent is to write."""
-    turns = [
-        Turn([], [0] * (tokens + 2), None, "", "answer", True, carried=0, memory_span=(1, tokens + 1)) for _ in rewards
-    ]
+def rollout(rewards: list[float | None], question="q", answer="cat") -> tuple[Rollout, list]:
+    """A rollout, and the memory rewards that the parent is to write to its turns."""
+    turns = [Turn([], [], None, "", "answer", True, carried=0) for _ in rewards]
     return Rollout(question, [["cat"]], [], turns, answer=answer), rewards
 
 
@@ -38,28 +35,6 @@ def rewarded(monkeypatch, callback, *played: tuple[Rollout, list], exclude=()) -
     callback.on_rollouts_end(None, None, None, rollouts=rollouts, scorer=None, processing_class=None)
     assert {(turn.p_mem, turn.p_full) for one in rollouts for turn in one.turns} == {(0.75, 0.25)}
     return [[turn.memory_reward for turn in one.turns] for one in rollouts]
-
-
-def test_standardize_per_turn():
-    """A turn is compared with the same turn of the others; one value or equal values say nothing."""
-    rewards = torch.tensor([[NAN, 0.1, 0.9, 1 / 3], [NAN, 0.3, NAN, 1 / 3], [NAN, 0.5, NAN, 1 / 3]])
-    # Turn 2: mean 0.3, variance (0.04 + 0 + 0.04) / 2 = 0.04, so ±0.2 / (0.2 + 1e-4) = ±0.9995.
-    expected = [[0, -0.9995, 0, 0], [0, 0, 0, 0], [0, 0.9995, 0, 0]]
-    assert candidates.standardize_per_turn(rewards).tolist() == [pytest.approx(row, abs=1e-5) for row in expected]
-
-
-def test_turn_standardized(monkeypatch):
-    """Groups are apart, in the order of the rollouts, and a turn without a memory reward stays without one."""
-    played = [
-        *(rollout([None, 0.1, 0.5], "q"), rollout([None, 0.3], "q")),
-        *(rollout([None, 5.0], "r"), rollout([None, 1.0], "r")),
-    ]
-    rewards = rewarded(monkeypatch, candidates.TurnStandardizedMemoryReward(), *played)
-    # Two values a < b: mean in the middle, std |b - a| / √2, so ∓1 / √2 but for ε.
-    s = 0.5**0.5
-    expected = [[None, -s, 0.0], [None, s], [None, s], [None, -s]]
-    for row, of_turns in zip(rewards, expected, strict=True):
-        assert row[0] is None and row[1:] == pytest.approx(of_turns[1:], abs=1e-3)
 
 
 def test_hindsight_filter():
@@ -90,38 +65,9 @@ def test_hindsight(monkeypatch):
         assert row[0] is None and row[1:] == pytest.approx(of_turns)
 
 
-def test_costly(monkeypatch):
-    """Each token of the memory block costs 0.005, where the turn has a memory reward."""
-    played = [rollout([None, 0.5], tokens=10), rollout([None, 0.5], tokens=60)]
-    rewards = rewarded(monkeypatch, candidates.CostlyMemoryReward(), *played)
-    assert rewards[0] == [None, pytest.approx(0.5 - 0.05)] and rewards[1] == [None, pytest.approx(0.5 - 0.3)]
-
-
-class AnnealedGiven(candidates.AnnealedMemoryReward, GivenMemoryRewards):
-    """λ falls, and the memory rewards are given ones."""
-
-
-def test_annealed(short_folder, tmp_path):
-    """λ falls by a quarter of its value in each of four steps, counts in the loss, and is as configured afterwards."""
-    weights = [0.8, 0.6, 0.4, 0.2]
-    assert [candidates.annealed_weight(0.8, step, 4) for step in range(4)] == pytest.approx(weights)
-    right = [call("a"), "<mem>cat</mem><answer>cat</answer>"]
-    wrong = [call("a"), "<mem>dogs</mem><answer>dog</answer>"]
-    callback = AnnealedGiven([[None, 1.0], [None, 0.0]])
-    settings = dict(memory_advantage_weight=0.8, max_steps=4, callbacks=[callback])
-    trainer = train(short_folder, tmp_path, script_of(right, wrong), **settings)
-    records = [record for file in sorted((tmp_path / "rollouts").iterdir()) for record in read_lines(file)]
-    assert [record["memory_weight"] for record in records[::2]] == pytest.approx(weights)
-    # A_T and A_M are ±0.5 / (1 / √2 + 1e-4) = ±0.7070, so A_T + λ A_M = ±0.7070 (1 + λ) on the memory's tokens.
-    largest = [(i["advantages"] / i["loss_weights"].unsqueeze(1)).abs().max().item() for i in trainer.inputs_seen]
-    assert largest == pytest.approx([0.7070 * (1 + weight) for weight in weights], abs=1e-3)
-    assert trainer.args.memory_advantage_weight == 0.8
-
-
-@pytest.mark.parametrize("name", ["TurnStandardized", "Hindsight", "Annealed", "Costly"])
-def test_name_in_a_recipe(name, monkeypatch):
-    """`mempo train` finds a candidate by its name, from the root of the repository."""
+def test_name_in_a_recipe(monkeypatch):
+    """`mempo train` finds the candidate by its name, from the root of the repository."""
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    callback = load_callback(f"benchmarks.learning_candidates.{name}MemoryReward")
+    callback = load_callback("benchmarks.learning_candidates.HindsightMemoryReward")
     assert isinstance(callback, MemoryRewardCallback)
