@@ -40,11 +40,11 @@ def rewarded(monkeypatch, callback, *played: tuple[Rollout, list], exclude=()) -
 def test_turn_centered(monkeypatch):
     """A turn is compared with the same turn of its group; groups are apart, and a turn without a reward stays so."""
     played = [
-        *(rollout([None, 0.1, 0.5], "q"), rollout([None, 0.4], "q"), rollout([None, 0.7, 0.3], "q")),
+        *(rollout([None, 0.1, 0.9], "q"), rollout([None, 0.4], "q"), rollout([None, 0.7, 0.7], "q")),
         *(rollout([None, 5.0], "r"), rollout([None, 1.0], "r")),
     ]
     rewards = rewarded(monkeypatch, candidates.TurnCenteredMemoryReward(), *played)
-    # Group q: means 0.4 in turn 2 and 0.4 in turn 3. Group r: 3 in turn 2.
+    # Group q: means 0.4 in turn 2 and 0.8 in turn 3. Group r: 3 in turn 2.
     expected = [[-0.3, 0.1], [0.0], [0.3, -0.1], [2.0], [-2.0]]
     for row, of_turns in zip(rewards, expected, strict=True):
         assert row[0] is None and row[1:] == pytest.approx(of_turns, abs=1e-6)
