@@ -1,5 +1,5 @@
 """
-Candidates for another memory reward, for the arms of `benchmarks/learning.py`: a recipe names one by, for example,
+A candidate for another memory reward, for the arms of `benchmarks/learning.py`: a recipe names it by
 `callbacks: [benchmarks.learning_candidates.HindsightMemoryReward]`. Candidates that don't earn their place leave again.
 
 A group here is the rollouts of this process that stand next to each other and have the same question. With several
@@ -39,11 +39,6 @@ def write_rewards(group: list[Rollout], rewards: torch.Tensor) -> None:
                 turn.memory_reward = reward
 
 
-def center_per_turn(rewards: torch.Tensor) -> torch.Tensor:
-    """A group's rewards less the mean of those of the same turn. # (G, T)"""
-    return rewards - rewards.nanmean(dim=0)
-
-
 def hindsight_filter(rewards: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
     """
     Keep the memory rewards that point where the outcome does, and put the group's mean in place of the others.
@@ -63,21 +58,6 @@ def hindsight_filter(rewards: torch.Tensor, outcomes: torch.Tensor) -> torch.Ten
     # Equal values leave rounding noise after centering. A comparison with NaN is false.
     sign = torch.where(ends.abs() > 1e-6, ends.sign(), 0.0).unsqueeze(1)
     return torch.where((rewards - mean) * sign > 1e-6, rewards, mean)
-
-
-class TurnCenteredMemoryReward(MemoryRewardCallback):
-    """
-    The memory reward less its mean over the turns of the same index within a group, so that a turn is compared with what
-    others made of the same turn: a reward that rises or falls with the turn index gives no credit for that. Unlike a
-    standardisation per turn, the spread of each turn stays as it is. The trainer then standardises over the group.
-
-    Source: the group baseline of GRPO taken turn by turn; our own variation.
-    """
-
-    def on_rollouts_end(self, args, state, control, *, rollouts, **kwargs):
-        super().on_rollouts_end(args, state, control, rollouts=rollouts, **kwargs)
-        for group in groups_of(rollouts):
-            write_rewards(group, center_per_turn(rewards_of(group)))
 
 
 class HindsightMemoryReward(MemoryRewardCallback):
