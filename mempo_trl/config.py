@@ -90,7 +90,7 @@ class MemPOConfig(GRPOConfig):
 
         > Parameters that control the memory reward
 
-        memory_advantage_weight (`float`, *optional*, defaults to `1.0`):
+        memory_advantage_weight (`float`, *optional*, defaults to `0.3`):
             λ, the weight of the memory advantage on memory tokens. With `0.0` nothing is scored: GRPO over rewritten
             contexts.
         memory_prob_threshold (`float`, *optional*, defaults to `0.5`):
@@ -220,7 +220,7 @@ class MemPOConfig(GRPOConfig):
 
     # Parameters that control the memory reward
     memory_advantage_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the memory advantage on memory tokens (lambda). 0.0 scores nothing."}
+        default=0.3, metadata={"help": "Weight of the memory advantage on memory tokens (lambda). 0.0 scores nothing."}
     )
     memory_prob_threshold: float = field(
         default=0.5, metadata={"help": "Probability above which an answer token counts as confident (tau)."}

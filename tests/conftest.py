@@ -213,6 +213,7 @@ def config(folder, **kwargs) -> MemPOConfig:
         memory_token_filter="independent",
         memory_baseline="history",
         memory_answer="joint",
+        memory_advantage_weight=1.0,
     )
     return MemPOConfig(**{**defaults, **kwargs})
 

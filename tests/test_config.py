@@ -25,7 +25,7 @@ def test_defaults(tmp_path):
     """
     args = MemPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     assert (args.num_generations, args.learning_rate, args.max_turns) == (16, 1e-6, 16)
-    assert (args.memory_advantage_weight, args.memory_prob_threshold) == (1.0, 0.5)
+    assert (args.memory_advantage_weight, args.memory_prob_threshold) == (0.3, 0.5)
     assert (args.beta, args.loss_type, args.context) == (0.001, "grpo", "memory")
     assert (args.memory_token_filter, args.memory_baseline, args.memory_answer) == ("none", "previous", "objectives")
     assert (args.memory_credit, args.answer_template) == ("all", ANSWER_TEMPLATE)

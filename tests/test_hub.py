@@ -117,7 +117,7 @@ def test_card_holds_the_recipe(hub, pushed):
     assert settings["`memory_prob_threshold`"] == "0.25"
     assert settings["`learning_rate`"] == "0.01"
     assert settings["`max_turns`"] == "2"
-    assert settings["`memory_advantage_weight`"] == "1.0"
+    assert settings["`memory_advantage_weight`"] == "0.3"
     assert settings["`memory_baseline`"] == "previous"
     assert code(recipe, "text") == "Search the village.\n"
 
