@@ -169,7 +169,7 @@ def test_a_part_of_a_suite_is_the_same_runs(in_repository):
     )
     assert quick.tasks.items() <= full.tasks.items()
     runs = {(run.regime, run.arm, run.seed) for run in quick.runs}
-    arms = ("grpo", "paper", "unfiltered", "previous")
+    arms = ("grpo", "paper", "previous", "previous_weak")
     assert runs == {(regime, arm, seed) for regime in ("dense", "noisy") for arm in arms for seed in range(3)}
     assert {run.cold_start for run in quick.runs} == {0, 1}
 
