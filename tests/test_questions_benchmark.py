@@ -41,11 +41,11 @@ def options(task) -> dict[str, list[str]]:
 
 def test_tasks(tmp_path):
     """
-    1 model; 3 files of test questions and 2 of training questions; 2 files of scripted rollouts; the cold start; 2
+    1 model; 3 files of test questions and 1 of training questions; 1 file of scripted rollouts; the cold start; 2
     trainings. Evaluations on 1, 2 and 4 objectives: 3 of the base model, and 3 in each context of the three others: 21.
     """
     plan = plan_of(tmp_path, "--steps", "5", "--questions", "7", "--rollouts", "3")
-    assert len(plan.tasks) == 1 + 3 + 2 + 2 + 1 + 2 + 21 and len(plan.evaluations) == 21
+    assert len(plan.tasks) == 1 + 3 + 1 + 1 + 1 + 2 + 21 and len(plan.evaluations) == 21
     seen = set()
     for task in plan.tasks:
         assert {needed.name for needed in task.needs} <= seen
@@ -55,9 +55,9 @@ def test_tasks(tmp_path):
         for task in (plan.tasks[[task.name for task in plan.tasks].index("cold_start")], plan.trainings["grpo"],
                      plan.evaluations["mempo", "full", 4])
     )  # fmt: skip
-    assert cold_start["--rollouts"] == [str(tmp_path / "rollouts" / k / "rollouts.jsonl") for k in ("1", "2")]
+    assert cold_start["--rollouts"] == [str(tmp_path / "rollouts" / "rollouts.jsonl")]
     assert grpo["--model_name_or_path"] == cold_start["--output_dir"] and grpo["--max_steps"] == ["5"]
-    assert grpo["--dataset_name"] == [str(tmp_path / "questions" / "train_2" / "questions.jsonl")]
+    assert grpo["--dataset_name"] == [str(tmp_path / "questions" / "train_1" / "questions.jsonl")]
     assert grpo["--reward_funcs"] == ["exact_match_reward", "f1_reward"]
     assert full["--model_name_or_path"] == [str(tmp_path / "mempo")] and full["--context"] == ["full"]
     assert full["--dataset_name"] == [str(tmp_path / "questions" / "dev_4" / "questions.jsonl")]
@@ -82,7 +82,7 @@ def test_test_questions_are_those_of_every_seed(tmp_path):
     by_seed = [{task.name: task for task in plan_of(tmp_path, "--seed", seed).tasks} for seed in ("0", "1")]
     for name in ("questions/dev_4", "evaluations/base_memory_2"):
         assert by_seed[0][name].command == by_seed[1][name].command
-    one, other = (options(tasks["questions/train_2"]) for tasks in by_seed)
+    one, other = (options(tasks["questions/train_1"]) for tasks in by_seed)
     assert one["--seed"] != other["--seed"] and one["--exclude"] == ["../shared/data/dev.jsonl"]
 
 
@@ -92,7 +92,7 @@ def test_commands_are_parsed(tmp_path):
     assert options(plan.trainings["mempo"])["--per_device_train_batch_size"] == ["16"]
     modules = {"data": data, "collect": collect, "evaluate": evaluate, "sft": sft, "train": train}
     parsers = {name: module.make_parser() for name, module in modules.items()}
-    for name in ("questions/dev_2", "rollouts/2", "cold_start", "grpo", "mempo", "evaluations/mempo_full_4"):
+    for name in ("questions/dev_2", "rollouts", "cold_start", "grpo", "mempo", "evaluations/mempo_full_4"):
         (task,) = (task for task in plan.tasks if task.name == name)
         assert task.command[:2] == ("-m", "mempo_trl.cli")
         parser, given = parsers[task.command[2]], list(task.command[3:])
@@ -111,7 +111,7 @@ def test_a_model_of_ones_own(tmp_path):
     plan = plan_of(tmp_path, "--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct")
     named = [task.name for task in plan.tasks if "Qwen/Qwen2.5-0.5B-Instruct" in task.command]
     assert "model" not in {task.name for task in plan.tasks}
-    assert named == [*(f"evaluations/base_memory_{k}" for k in (1, 2, 4)), "rollouts/1", "rollouts/2", "cold_start"]
+    assert named == [*(f"evaluations/base_memory_{k}" for k in (1, 2, 4)), "rollouts", "cold_start"]
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_dry_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["questions.py", *words])
     assert questions.main() == 0
     *commands, last = capsys.readouterr().out.splitlines()
-    assert len(commands) == 32 and all(line.startswith("OMP_NUM_THREADS=3 python ") for line in commands)
+    assert len(commands) == 30 and all(line.startswith("OMP_NUM_THREADS=3 python ") for line in commands)
     seconds = sum(int(line.rsplit("# ", 1)[1].removesuffix(" s")) for line in commands)
-    assert f"32 of 32 commands are not finished: about {seconds / 3600:.1f} hours" in last
+    assert f"30 of 30 commands are not finished: about {seconds / 3600:.1f} hours" in last
     assert not (tmp_path / "out").exists()
 
 
