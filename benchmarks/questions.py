@@ -72,8 +72,8 @@ EVALUATE: dict[str, Any] = {"temperature": 0, "max_turns": 8, "max_completion_le
 STARTUP, SEQUENCE, STEP = 20.0, 4.5, 160.0
 SEQUENCES = 1.8
 """Training sequences of a scripted rollout."""
-QUESTION = {1: 3.0, 2: 4.0, 4: 8.0}
-"""Seconds of a question in an evaluation, by number of objectives."""
+QUESTION = {"memory": 3.5, "full": 9.0}
+"""Seconds of a question in an evaluation, by context."""
 BASE_QUESTION = 1.0
 """The base model ends after a turn."""
 
@@ -108,7 +108,7 @@ class Plan:
         self.test = {k: self._add_questions("dev", k, {}) for k in TEST_OBJECTIVES}
         held_out = {"exclude": f"{args.data_dir}/dev.jsonl", "seed": args.seed}
         questions = self._add_questions("train", 1, held_out)
-        self._add_evaluations("base", model, made, ["memory"])
+        self._add_evaluations("base", model, made, "memory")
 
         of_collect = {"dataset_name": questions.folder / FILES["data"], **search, "tokenizer_name_or_path": model}
         of_collect["max_rollouts"] = args.rollouts
@@ -116,7 +116,7 @@ class Plan:
         of_sft = {**launch, "model_name_or_path": model, "rollouts": [str(rollouts.folder / FILES["collect"])], **SFT}
         seconds = args.rollouts * SEQUENCES * SEQUENCE
         cold_start = self._add("cold_start", "sft", of_sft, [*made, rollouts], seconds, SFT_RECIPE)
-        self._add_evaluations("cold_start", cold_start.folder, [cold_start])
+        self._add_evaluations("cold_start", cold_start.folder, [cold_start], "memory")
 
         of_train = {"model_name_or_path": cold_start.folder, "dataset_name": questions.folder / FILES["data"]}
         of_train |= {**corpus, **launch, **TRAIN, "max_steps": args.steps}
@@ -124,7 +124,10 @@ class Plan:
         for arm, settings in ARMS.items():
             arguments, needs = {**of_train, **settings}, [cold_start, questions]
             self.trainings[arm] = self._add(arm, "train", arguments, needs, args.steps * STEP, TRAIN_RECIPE)
-            self._add_evaluations(arm, self.trainings[arm].folder, [self.trainings[arm]])
+            self._add_evaluations(arm, self.trainings[arm].folder, [self.trainings[arm]], "memory")
+        # Last, as they take longest.
+        for task in (cold_start, *self.trainings.values()):
+            self._add_evaluations(task.name, task.folder, [task], "full")
 
     def _add(
         self,
@@ -153,16 +156,13 @@ class Plan:
         }
         return self._add(f"questions/{split}_{k}", "data", arguments, [])
 
-    def _add_evaluations(
-        self, name: str, model: Path | str, made: list[Task], contexts: Sequence[str] = ("memory", "full")
-    ) -> None:
-        for context in contexts:
-            for k, task in self.test.items():
-                arguments = {"model_name_or_path": model, "dataset_name": task.folder / FILES["data"], **self.play}
-                arguments |= {"max_questions": self.args.questions, "context": context}
-                seconds = self.args.questions * (BASE_QUESTION if name == "base" else QUESTION[k])
-                folder = f"evaluations/{name}_{context}_{k}"
-                self.evaluations[name, context, k] = self._add(folder, "evaluate", arguments, [*made, task], seconds)
+    def _add_evaluations(self, name: str, model: Path | str, made: list[Task], context: str) -> None:
+        for k, task in self.test.items():
+            arguments = {"model_name_or_path": model, "dataset_name": task.folder / FILES["data"], **self.play}
+            arguments |= {"max_questions": self.args.questions, "context": context}
+            seconds = self.args.questions * (BASE_QUESTION if name == "base" else QUESTION[context])
+            folder = f"evaluations/{name}_{context}_{k}"
+            self.evaluations[name, context, k] = self._add(folder, "evaluate", arguments, [*made, task], seconds)
 
 
 def parse_changes(words: Sequence[str], script: str, parser: argparse.ArgumentParser) -> dict[str, str]:
