@@ -104,8 +104,6 @@ class MemPOConfig(GRPOConfig):
         memory_answer (`str`, *optional*, defaults to `"objectives"`):
             `"joint"`: one mean over all answer tokens (the paper). `"objectives"`: the probability of each objective,
             averaged.
-        memory_credit (`str`, *optional*, defaults to `"all"`):
-            `"all"` rollouts get memory rewards, or only `"successful"` ones, those with a positive reward.
         answer_template (`str`, *optional*):
             Continuation whose answer is scored, with one `{answer}`. Defaults to that of the published code.
         memory_scoring (`str`, *optional*, defaults to `"auto"`):
@@ -246,13 +244,6 @@ class MemPOConfig(GRPOConfig):
             "choices": ["joint", "objectives"],
         },
     )
-    memory_credit: str = field(
-        default="all",
-        metadata={
-            "help": "Which rollouts get memory rewards: 'all', or only 'successful' ones (positive reward).",
-            "choices": ["all", "successful"],
-        },
-    )
     answer_template: str = field(
         default=ANSWER_TEMPLATE, metadata={"help": "Continuation whose answer is scored, with one '{answer}'."}
     )
@@ -321,7 +312,6 @@ class MemPOConfig(GRPOConfig):
         choose("memory_token_filter", self.memory_token_filter, TOKEN_FILTERS)
         choose("memory_baseline", self.memory_baseline, ("history", "previous"))
         choose("memory_answer", self.memory_answer, ("joint", "objectives"))
-        choose("memory_credit", self.memory_credit, ("all", "successful"))
         choose("memory_scoring", self.memory_scoring, ("auto", "comb", "rows"))
         check_options(self)
         if self.max_completion_length is None:

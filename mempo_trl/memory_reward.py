@@ -165,7 +165,7 @@ def memory_reward(
     return MemoryReward(p_mem - p_full, p_mem, p_full, keep_mem.float().mean().item(), keep_full.float().mean().item())
 
 
-def credited_rewards(rollouts: list[Rollout], max_turns: int, memory_credit: str) -> torch.Tensor:
+def stack_memory_rewards(rollouts: list[Rollout], max_turns: int) -> torch.Tensor:
     """
     The memory rewards that take part in the standardisation.
 
@@ -174,15 +174,13 @@ def credited_rewards(rollouts: list[Rollout], max_turns: int, memory_credit: str
             Rollouts with their rewards. One without an outcome reward has no part in any baseline.
         max_turns (`int`):
             Turns that a rollout may have, T.
-        memory_credit (`str`):
-            `"all"`, or `"successful"` for rollouts with a positive reward.
 
     Returns:
         `torch.Tensor`: NaN where there is none. # (R, T)
     """
     rewards = torch.full((len(rollouts), max_turns), torch.nan)
     for i, rollout in enumerate(rollouts):
-        if rollout.reward is None or (memory_credit == "successful" and not rollout.reward > 0):
+        if rollout.reward is None:
             continue
         for t, turn in enumerate(rollout.turns):
             if turn.memory_reward is not None:

@@ -19,7 +19,6 @@ _SETTINGS = (
     "memory_token_filter",
     "memory_baseline",
     "memory_answer",
-    "memory_credit",
     "max_completion_length",
     "max_tool_response_length",
 )

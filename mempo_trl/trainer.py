@@ -25,7 +25,7 @@ from .durable import DurableTrainer
 from .endpoints import CompletionsGenerator
 from .generation import BatchGenerator, run_in_event_loop
 from .inputs import check_data, check_loaded, check_model, check_tokenizer
-from .memory_reward import MemoryRewardCallback, RolloutCallback, credited_rewards
+from .memory_reward import MemoryRewardCallback, RolloutCallback, stack_memory_rewards
 from .model_card import complete_model_card
 from .monitoring import (
     RolloutBar,
@@ -425,7 +425,7 @@ class MemPOTrainer(DurableTrainer):
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
         # Equal rewards may leave rounding noise, which the parent's ε lets through.
         output["advantages"].masked_fill_(self._without_spread, 0.0)
-        rewards = credited_rewards(self._rollouts, self.args.max_turns, self.args.memory_credit).to(device)  # (R, T)
+        rewards = stack_memory_rewards(self._rollouts, self.args.max_turns).to(device)  # (R, T)
         memory_advantages = standardize_memory_rewards(
             self.accelerator.gather(rewards), num_generations, self.scale_rewards
         )

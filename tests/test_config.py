@@ -28,7 +28,7 @@ def test_defaults(tmp_path):
     assert (args.memory_advantage_weight, args.memory_prob_threshold) == (0.3, 0.5)
     assert (args.beta, args.loss_type, args.context) == (0.001, "grpo", "memory")
     assert (args.memory_token_filter, args.memory_baseline, args.memory_answer) == ("none", "previous", "objectives")
-    assert (args.memory_credit, args.answer_template) == ("all", ANSWER_TEMPLATE)
+    assert args.answer_template == ANSWER_TEMPLATE
     # One group fills a generation batch on one process: 8 per device, 2 micro-batches.
     assert args.generation_batch_size == 16
 
@@ -41,7 +41,6 @@ def test_defaults(tmp_path):
         ("memory_token_filter", "soft", "'independent', 'joint', 'history', 'none'"),
         ("memory_baseline", "none", "'history', 'previous'"),
         ("memory_answer", "all", "'joint', 'objectives'"),
-        ("memory_credit", "none", "'all', 'successful'"),
         ("max_turns", 0, "at least 1"),
         ("memory_scoring_max_tokens", 0, "at least 1"),
         ("max_tool_response_length", 0, "at least 1"),

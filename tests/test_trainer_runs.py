@@ -13,7 +13,6 @@ from conftest import (
     config,
     dataset,
     played,
-    row_of,
     script_of,
     search,
     train,
@@ -127,27 +126,6 @@ def test_weight_zero_scores_nothing(short_folder, tmp_path):
     assert "time/memory_scoring" not in logged and logged["memory/reward_mean"] is None
     advantages = trainer.inputs_seen[0]["advantages"] / trainer.inputs_seen[0]["loss_weights"].unsqueeze(1)
     assert sorted({round(value, 4) for value in advantages.flatten().tolist()}) == [-0.707, 0.707]
-
-
-@pytest.mark.parametrize("memory_credit", ["all", "successful"])
-def test_memory_credit(memory_credit, short_folder, tmp_path):
-    """`"successful"` leaves the memories of rollouts without reward out, of the baseline too; `"all"` takes all."""
-    trainer = train(
-        short_folder,
-        tmp_path,
-        script_of(RIGHT, WRONG),
-        rewards=[[None, 0.3, 0.1], [None, -0.1, 0.5]],
-        memory_credit=memory_credit,
-    )
-    right, wrong = played(trainer)
-    if memory_credit == "all":  # as derived in `test_every_advantage_by_hand`
-        assert [turn.memory_advantage for turn in wrong.turns[1:]] == pytest.approx([-1.161445, 1.161445], abs=5e-6)
-    else:
-        # 0.3 and 0.1: mean 0.2, std 0.141421, +-0.1 / 0.141521.
-        assert [turn.memory_advantage for turn in right.turns[1:]] == pytest.approx([0.706609, -0.706609], abs=5e-6)
-        assert [turn.memory_advantage for turn in wrong.turns[1:]] == [0.0, 0.0]
-        inputs, row = row_of(trainer, wrong.turns[2:])
-        assert inputs["advantages"][row].unique().numel() == 1
 
 
 # Options of the parent
