@@ -90,6 +90,7 @@ def test_adapter_and_tokenizer_are_pushed(hub, pushed):
     assert files["chat_template.jinja"].decode() == (pushed / "chat_template.jinja").read_text()
     assert "<tool_call>" in files["chat_template.jinja"].decode()
     assert not [name for name in files if name.startswith("model")]  # the base model is not pushed along
+    assert "rollouts/train-000000-rank0.jsonl" in files  # docs/reliability.md warns of it
     weights = load(files["adapter_model.safetensors"])
     assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
 
