@@ -12,8 +12,8 @@ interrupted starts anew.
 
 The questions are those of HotpotQA and NQ in `train.jsonl` and `dev.jsonl`, composed by `mempo data`. The cold start sees
 scripted rollouts of 1 objective and the arms train on the same questions; all are evaluated greedily on 1, 2 and 4
-objectives, in both contexts; nothing is trained in the full context. The base model is evaluated in one context only: it never writes a
-call, so that both are the same.
+objectives, in both contexts; nothing is trained in the full context. The base model is evaluated in one context only:
+it never writes a call, so that both are the same.
 
 The arms share the cold start, the questions and their order. Their outcome reward is exact match plus F1, both 0 if a
 turn is malformed: with exact match alone hardly any group of so small a model has spread.

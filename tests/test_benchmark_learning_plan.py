@@ -157,6 +157,7 @@ def test_suites_hold_the_study(in_repository):
     forms = {(s["memory_baseline"], s["memory_answer"]) for s in settings if s["memory_token_filter"] == "none"}
     assert forms == {(baseline, answer) for baseline in ("history", "previous") for answer in ("joint", "objectives")}
     assert {s.get("context") for s in settings} == {None, "full"}
+    assert {arm for regime in full.regimes.values() for arm in regime["arms"]} == set(full.arms)  # none is idle
     assert settings[0]["memory_advantage_weight"] == 0.0 and full.reference == "grpo"
 
 

@@ -56,12 +56,14 @@ def test_tasks(tmp_path):
                      plan.evaluations["mempo", "full", 4])
     )  # fmt: skip
     assert cold_start["--rollouts"] == [str(tmp_path / "rollouts" / "rollouts.jsonl")]
+    assert cold_start["--gradient_accumulation_steps"] == ["1"]
     assert grpo["--model_name_or_path"] == cold_start["--output_dir"] and grpo["--max_steps"] == ["5"]
     assert grpo["--dataset_name"] == [str(tmp_path / "questions" / "train_1" / "questions.jsonl")]
     assert grpo["--reward_funcs"] == ["exact_match_reward", "f1_reward"]
     assert full["--model_name_or_path"] == [str(tmp_path / "mempo")] and full["--context"] == ["full"]
     assert full["--dataset_name"] == [str(tmp_path / "questions" / "dev_4" / "questions.jsonl")]
     assert full["--max_questions"] == ["7"]
+    assert all("_full_" in task.name for task in plan.tasks[-9:])  # what takes longest comes last
 
 
 def test_arms_differ_in_their_settings_alone(tmp_path):
